@@ -1,0 +1,219 @@
+"""accelerate: it wraps a model that another backend knows, and acts through its own calls.
+
+On CPU ranks accelerate needs help (1.15): it refuses FSDP there, so its state is told by hand; with ``cpu=True`` it silently ignores a
+DeepSpeed plugin, so that is left out; under DeepSpeed it calls every rank process 0 of 1, so ranks come from torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+
+from truestep.backends import base, slots
+from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Session, Settings, Undo
+from truestep.state.view import StateView
+from truestep.words.errors import UnsupportedError
+from truestep.words.finding import Finding
+
+_SWITCH = "ACCELERATE_USE_DEEPSPEED"
+
+
+class AcceleratedSession:
+    """What `prepare` returned, over the session of the backend that it wraps.
+
+    Args:
+        backend: Name of the row.
+        model: What `prepare` returned.
+        optimizer: Likewise.
+        under: The session that knows params, slots and steps.
+        accelerator: None where the user keeps it to themselves: then this session only reads.
+    """
+
+    def __init__(self, backend: str, model: Any, optimizer: Any, under: Session, accelerator: Accelerator | None = None) -> None:
+        self.backend = backend
+        self.model = model
+        self.optimizer = optimizer
+        self.extras: dict[str, Any] = {"accelerator": accelerator}
+        self._under = under
+        self._accelerator = accelerator
+        self.optimizers = under.optimizers
+
+    def modules(self) -> list[nn.Module]:
+        """Return the unwrapped models."""
+        return self._under.modules()
+
+    def view(self) -> StateView:
+        """Return all slots, live."""
+        return self._under.view()
+
+    def identity(self) -> Identity:
+        """Return who is who."""
+        return self._under.identity()
+
+    def contract(self) -> Contract:
+        """Return how gradients are accumulated and reduced."""
+        return self._under.contract()
+
+    def warnings(self) -> list[Finding]:
+        """Return what is legal here but known to do harm."""
+        return self._under.warnings()
+
+    def hook_gradients(self, see: SeeGradient) -> Undo:
+        """Call ``see(name, gradient)`` with each param's local gradient of each backward."""
+        return self._under.hook_gradients(see)
+
+    def on_step(self, before: Callable[[int], None], after: Callable[[int, dict[str, Piece | None]], None]) -> Undo:
+        """Bracket the place where a step really happens: under DeepSpeed that is inside `backward`."""
+        return self._under.on_step(before, after)
+
+    def clips(self) -> Iterator[tuple[float, Tensor]]:
+        """Yield the engine's own clipping."""
+        return self._under.clips()
+
+    @property
+    def _engine(self) -> bool:
+        return self._acting().distributed_type == DistributedType.DEEPSPEED
+
+    def _acting(self) -> Accelerator:
+        if self._accelerator is None:
+            raise UnsupportedError("this session only reads: it was attached without the Accelerator that prepared the model")
+        return self._accelerator
+
+    @contextmanager
+    def _switched(self, last: bool) -> Iterator[None]:
+        accelerator = self._acting()
+        accelerator.gradient_state._set_sync_gradients(last)
+        try:
+            # With an engine the boundary follows `sync_gradients` inside `backward`; its no_sync is another mechanism.
+            if last or self._engine:
+                yield
+            else:
+                with accelerator.no_sync(self.model):
+                    yield
+        finally:
+            accelerator.gradient_state._set_sync_gradients(True)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch, by accelerate's own flag."""
+        return self._switched(last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run ``accelerator.backward``."""
+        self._acting().backward(loss)
+
+    def loss_scale(self) -> float:
+        """Return 1/K: accelerate, or the engine under it, divides the loss by the window's length."""
+        if self._engine:
+            return 1.0 / int(self.model.gradient_accumulation_steps())
+        return 1.0 / self._acting().gradient_accumulation_steps
+
+    def clip(self, max_norm: float) -> None:
+        """Clip through accelerate; an engine clips inside its step, by its own setting."""
+        if not self._engine:
+            params = [param for module in self._under.modules() for param in module.parameters()]
+            self._acting().clip_grad_norm_(params, max_norm)
+
+    def step(self) -> None:
+        """Step the prepared optimizer; under an engine the step is already over."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        """Forget accelerate's process-wide state, which outlives an Accelerator."""
+        self._under.close()
+        _forget()
+
+
+def wrap(
+    backend: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any], settings: Settings
+) -> AcceleratedSession:
+    """Build the optimizer, then call ``Accelerator().prepare(model, optimizer)``, as accelerate's documentation has it."""
+    optimizer = make_optimizer(slots.trainable(slots.named_params(model)))
+    if isinstance(model, (list, tuple, Mapping)) or isinstance(optimizer, (list, tuple, Mapping)):
+        raise UnsupportedError(
+            f"backend {backend!r} takes one model and one optimizer, and was given several. Use single, ddp or fsdp2 for several."
+        )
+    _forget()
+    accelerator = _MAKERS[backend](model, settings)
+    accelerator.gradient_accumulation_steps = settings.micro_batches if backend != "accelerate-zero2" else 1
+    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
+    under = base.attach(prepared) if backend == "accelerate-zero2" else base.attach(prepared, innermost(prepared_optimizer))
+    return AcceleratedSession(backend, prepared, prepared_optimizer, under, accelerator)
+
+
+def _replicated(model: nn.Module, settings: Settings) -> Accelerator:
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=bool(settings.unused))
+    return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[ddp])
+
+
+def _sharded(model: nn.Module, settings: Settings) -> Accelerator:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap")
+    if torch.cuda.is_available():
+        return Accelerator(fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    return accelerator
+
+
+def _engine(model: nn.Module, settings: Settings) -> Accelerator:
+    from accelerate.utils import DeepSpeedPlugin
+
+    dtypes = {param.dtype for param in model.parameters()}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": settings.micro_batches,
+        "gradient_clipping": settings.max_norm or 0.0,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtypes == {torch.bfloat16}},
+        "steps_per_print": 10**9,
+        **settings.extra,
+    }
+    os.environ[_SWITCH] = "true"
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+
+
+_MAKERS: Mapping[str, Callable[[nn.Module, Settings], Accelerator]] = {
+    "accelerate-ddp": _replicated,
+    "accelerate-fsdp2": _sharded,
+    "accelerate-zero2": _engine,
+}
+
+
+def _forget() -> None:
+    os.environ.pop(_SWITCH, None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer under accelerate's wrappers."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def recognises(model: Any, optimizer: Any) -> bool:
+    """Return whether some optimizer here is one that `prepare` returned."""
+    return any(isinstance(item, AcceleratedOptimizer) for _, item in slots.labelled_items(optimizer))
+
+
+def attach(model: Any, optimizer: Any) -> AcceleratedSession:
+    """Return a session that reads what `prepare` returned."""
+    inner = slots.like(optimizer, [innermost(item) for _, item in slots.labelled_items(optimizer)])
+    under = base.attach(model, inner)
+    return AcceleratedSession(f"accelerate-{under.backend}", model, optimizer, under)
