@@ -101,6 +101,7 @@ class Session(Protocol):
     backend: str
     model: Any  # as the user's loop holds it; a list if there are several
     optimizer: Any  # likewise
+    extras: dict[str, Any]  # what else a user's loop may ask for by name: ``accelerator``
     optimizers: list[torch.optim.Optimizer]  # the innermost ones, that step
 
     # -- reads
@@ -129,6 +130,9 @@ class Session(Protocol):
         its params to the gradient that entered the innermost step, after clipping, or to None where it was absent.
         """
 
+    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece] | None:
+        """Return copies of this rank's part of the gradients that these params have now, by name; None where they are elsewhere."""
+
     def clips(self) -> Iterator[tuple[float, Tensor]]:
         """Yield and forget ``(max_norm, returned norm)`` of the clipping that the engine itself did since the last call."""
 
@@ -150,6 +154,13 @@ class Session(Protocol):
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
+
+    def plant(self, fault: str) -> None:
+        """Break the reduction on purpose: ``desynchronise`` (never reduced) or ``sum`` (not divided by the ranks).
+
+        Raises:
+            UnsupportedError: If this backend has no such switch.
+        """
 
     def close(self) -> None:
         """Undo every hook, and free what the vendor keeps in globals."""

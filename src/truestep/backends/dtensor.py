@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from truestep.backends import slots
 from truestep.backends.base import Contract, SeeGradient, Settings, Undo
-from truestep.backends.session import TorchSession, coarsest_dtype, compiled, unwrapped
+from truestep.backends.session import TorchSession, coarsest_dtype, compiled, no_such_switch, unwrapped
 from truestep.words.layout import Layout, Shard
 from truestep.words.names import clean, labelled
 from truestep.words.shards import Box
@@ -131,6 +131,20 @@ class ShardedSession(TorchSession):
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return the context of one micro-batch: gradients are reduced in the last only."""
         return self._switched(last)
+
+
+    def plant(self, fault: str) -> None:
+        """Keep the reduction off, or set the divide factor to 1."""
+        roots = [root for root in self._modules if isinstance(root, FSDPModule)]
+        if fault == "sum":
+            for module in (module for root in roots for module in sharded_modules(root)):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        elif fault == "desynchronise":
+            keep_off = self.micro_batch
+            self.micro_batch = lambda last: keep_off(False)  # type: ignore[method-assign]
+        else:
+            raise no_such_switch(self.backend, fault)
 
 
 def _plain(gradient: Tensor) -> Tensor:

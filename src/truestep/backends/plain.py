@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from truestep.backends import slots
 from truestep.backends.base import Contract, Settings
-from truestep.backends.session import TorchSession, compiled, uncompiled, unwrapped
+from truestep.backends.session import TorchSession, compiled, no_such_switch, uncompiled, unwrapped
 
 NAMES = ("single", "ddp")
 
@@ -44,6 +45,17 @@ class PlainSession(TorchSession):
                 context.enter_context(ddp.no_sync())
         return context  # type: ignore[return-value]
 
+    def plant(self, fault: str) -> None:
+        """Keep ``no_sync`` on, or sum in the communication hook."""
+        if not self._replicated() or fault not in ("desynchronise", "sum"):
+            raise no_such_switch(self.backend, fault)
+        if fault == "sum":
+            for ddp in self._replicated():
+                ddp.register_comm_hook(None, _summed)
+        else:
+            keep_off = self.micro_batch
+            self.micro_batch = lambda last: keep_off(False)  # type: ignore[method-assign]
+
     def _replicated(self) -> list[DistributedDataParallel]:
         return [module for module in map(uncompiled, self._wrapped) if isinstance(module, DistributedDataParallel)]
 
@@ -63,6 +75,12 @@ def _ddp(module: nn.Module, settings: Settings) -> nn.Module:
     if not any(param.requires_grad for param in module.parameters()):
         return module  # DDP refuses a module without trainable params
     return DistributedDataParallel(module, find_unused_parameters=bool(settings.unused))
+
+
+def _summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket by sum: DDP itself divides by the ranks, a hook has to."""
+    reduced = dist.all_reduce(bucket.buffer(), async_op=True)
+    return reduced.get_future().then(lambda future: future.value()[0])
 
 
 def recognises(model: Any, optimizer: Any) -> bool:

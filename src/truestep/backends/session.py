@@ -14,6 +14,7 @@ from truestep.backends import slots
 from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Undo
 from truestep.backends.slots import Place
 from truestep.state.view import StateView
+from truestep.words.errors import UnsupportedError
 from truestep.words.finding import Finding
 
 
@@ -133,6 +134,12 @@ class TorchSession:
         shard, local = self._place(gradient)
         return Piece(shard, tuple(tensor.detach().clone() for tensor in local))
 
+    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece]:
+        """Return copies of this rank's part of the gradients that some params have now, by name."""
+        name_by_id = {id(param): name for name, param in self.params()}
+        gradients = {name_by_id[id(param)]: param.grad for param in held if id(param) in name_by_id}
+        return {name: piece for name, gradient in gradients.items() if (piece := self.piece(gradient)) is not None}
+
     def clips(self) -> Iterator[tuple[float, Tensor]]:
         """Yield nothing: no engine clips here."""
         return iter(())
@@ -166,8 +173,17 @@ class TorchSession:
         for _, optimizer in slots.labelled_items(self.optimizer):
             optimizer.zero_grad()
 
+    def plant(self, fault: str) -> None:
+        """Break the reduction on purpose."""
+        raise no_such_switch(self.backend, fault)
+
     def close(self) -> None:
         """Nothing is kept in globals."""
+
+
+def no_such_switch(backend: str, fault: str) -> UnsupportedError:
+    """Return the error of a backend that cannot be broken in this way."""
+    return UnsupportedError(f"backend {backend!r} has no switch to {fault}. Plant this fault where it is one.")
 
 
 def coarsest_dtype(params: Sequence[Tensor]) -> torch.dtype:

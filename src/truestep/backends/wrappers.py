@@ -7,7 +7,7 @@ DeepSpeed plugin, so that is left out; under DeepSpeed it calls every rank proce
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -78,6 +78,14 @@ class AcceleratedSession:
     def clips(self) -> Iterator[tuple[float, Tensor]]:
         """Yield the engine's own clipping."""
         return self._under.clips()
+
+    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece] | None:
+        """Return copies of this rank's part of the gradients that these params have now, by name."""
+        return self._under.pieces(held)
+
+    def plant(self, fault: str) -> None:
+        """Break the reduction of the backend under it."""
+        self._under.plant(fault)
 
     @property
     def _engine(self) -> bool:

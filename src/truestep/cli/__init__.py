@@ -1,0 +1,114 @@
+"""The command line: `truestep COMMAND`. One file a command.
+
+Exit status: 0 all holds; 1 errors found; 2 the command line or the input is wrong, or the run could not be finished; 3 nothing
+wrong but something not checked that `--allow` does not name; 130 interrupted; 141 the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import truestep
+from truestep.words.errors import TrueStepError
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+# Command -> module of this package that holds a function of the same name. None of them loads torch before it runs.
+COMMANDS: Final = ("verify", "demo")
+WRONG, INTERRUPTED, READER_GONE = 2, 130, 141
+
+
+class _ReaderGone(Exception):
+    """Carries a broken pipe past typer, which would make it exit status 1: what stands for a difference here."""
+
+
+def main() -> None:
+    """Run the command line of this process; the console entry."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit status; what is wrong is said in one message on stderr."""
+    try:
+        status = app()(args=list(arguments), prog_name="truestep", standalone_mode=False)
+        sys.stdout.flush()
+    except (_ReaderGone, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Else Python complains at exit, when it flushes.
+        return READER_GONE
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except TrueStepError as error:
+        return _wrong(str(error))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # Nobody's input: a fault of ours, told in full.
+            traceback.print_exc()
+            return _wrong(f"this is a fault of truestep, {type(error).__name__}. Please report it with the lines above.")
+        path = getattr(getattr(error, "ctx", None), "command_path", "truestep")
+        return _wrong(f"{error.format_message().removesuffix('.')}. Try '{path} --help'.")
+    if status == INTERRUPTED:
+        say("truestep: interrupted")
+    return int(status or 0)
+
+
+def app() -> Typer:
+    """Return the typer application, all commands in it."""
+    import typer
+
+    made = typer.Typer(
+        help="Prove the steps of a distributed training loop equal to one process, or name the first thing that differs.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @made.callback(invoke_without_command=True)
+    def start(
+        context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")
+    ) -> None:
+        if version:
+            typer.echo(f"truestep {truestep.__version__}")
+            raise typer.Exit
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+            raise typer.Exit(WRONG)
+
+    # typer reads this annotation from the module's globals, where typer is not: it is imported here only.
+    start.__annotations__["context"] = typer.Context
+    for command in COMMANDS:
+        function = getattr(importlib.import_module(f"truestep.cli.{command}"), command)
+        made.command(command)(_without_reader(function))
+    return made
+
+
+def leads() -> bool:
+    """Say whether this process is the one that prints: rank 0 under torchrun, or the only one."""
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, on the process that prints."""
+    if leads():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _wrong(message: str) -> int:
+    say(f"truestep: error: {message}")
+    return WRONG
+
+
+def _without_reader(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run_command(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except BrokenPipeError as error:
+            raise _ReaderGone from error
+
+    return run_command

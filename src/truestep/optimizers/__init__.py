@@ -1,0 +1,1 @@
+"""Knowing optimizers: the replica, the same optimizer object on plain tensors."""

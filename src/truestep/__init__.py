@@ -1,0 +1,67 @@
+"""Make the optimizer step of distributed PyTorch training the true one, and prove it.
+
+    >>> import truestep as ts
+    >>> ts.Finding("params/stale", "params", "error", expected="a live param", found="the one from before wrapping").severity
+    'error'
+
+Everything public is here, and is loaded when it is first asked for: importing this package imports neither torch nor a vendor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from truestep.backends import inspect
+    from truestep.state.view import Slot, StateView
+    from truestep.verification.report import Report
+    from truestep.verification.verifying import verify
+    from truestep.words.errors import CheckpointError, GuardError, TrueStepError, UnsupportedError, VerifyError, WindowError
+    from truestep.words.finding import Finding
+
+__all__ = [
+    "CheckpointError",
+    "Finding",
+    "GuardError",
+    "Report",
+    "Slot",
+    "StateView",
+    "TrueStepError",
+    "UnsupportedError",
+    "VerifyError",
+    "WindowError",
+    "__version__",
+    "inspect",
+    "verify",
+]
+
+_MODULE_BY_NAME: Final = {
+    "CheckpointError": "truestep.words.errors",
+    "Finding": "truestep.words.finding",
+    "GuardError": "truestep.words.errors",
+    "Report": "truestep.verification.report",
+    "Slot": "truestep.state.view",
+    "StateView": "truestep.state.view",
+    "TrueStepError": "truestep.words.errors",
+    "UnsupportedError": "truestep.words.errors",
+    "VerifyError": "truestep.words.errors",
+    "WindowError": "truestep.words.errors",
+    "inspect": "truestep.backends",
+    "verify": "truestep.verification.verifying",
+}
+
+if not TYPE_CHECKING:  # a type checker would take any name for granted that __getattr__ might give
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_BY_NAME:
+            raise AttributeError(f"module 'truestep' has no attribute {name!r}: expected one of {', '.join(__all__)}")
+        import importlib
+
+        value = getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

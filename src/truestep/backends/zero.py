@@ -1,0 +1,429 @@
+"""DeepSpeed engines: ZeRO 0 to 3.
+
+The optimizer is always built before the engine, on the plain model's params; the engine then gives it flat tensors to step
+(`zero_layout`), and steps it where `zero_step` says. The window's boundary is set for each micro-batch and the loss is left as it is, so
+that a window of any length is exact, whatever the engine's own ``gradient_accumulation_steps``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from truestep.backends import slots, zero_layout, zero_ops
+from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Settings, Undo
+from truestep.backends.session import coarsest_dtype, compiled
+from truestep.backends.zero_layout import Flat, Fragment
+from truestep.backends.zero_step import After, Before, StepBracket
+from truestep.state.view import StateView
+from truestep.words.errors import UnsupportedError
+from truestep.words.finding import Finding, listed
+
+STAGES: Final[Mapping[str, int]] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+_DTYPES: Final = (torch.float32, torch.bfloat16)
+
+
+class ZeroSession:
+    """A DeepSpeed engine on this rank.
+
+    Args:
+        backend: Name of the row.
+        engine: The engine.
+        optimizer: As the user's loop holds it; by default ``engine.optimizer``.
+        owned: Whether `close` ends the engine.
+        configured: Whether the engine's configuration is ours.
+    """
+
+    def __init__(self, backend: str, engine: Any, optimizer: Any = None, *, owned: bool = False, configured: bool = False) -> None:
+        self.backend = backend
+        self.model = engine
+        self.optimizer = engine.optimizer if optimizer is None else optimizer
+        self.optimizers: list[torch.optim.Optimizer] = [innermost(engine.optimizer)]
+        self.extras: dict[str, Any] = {}
+        self._engine = engine
+        self._owned = owned
+        self._configured = configured
+        self._undo: list[Undo] = []
+        self._moved_boundary = False
+        self._bracket = StepBracket(engine, self.optimizers[0], self._entering)
+        if owned:
+            self._bracket.watch()  # so that no step's clipping is missed
+
+    # -- reads
+
+    def modules(self) -> list[nn.Module]:
+        """Return the unwrapped model."""
+        return [self._engine.module]
+
+    def params(self) -> list[tuple[str, nn.Parameter]]:
+        """Return every live param by name; under ZeRO 3 most of them are without their data."""
+        return slots.named_params(self._engine.module)
+
+    def flats(self) -> list[Flat]:
+        """Return the tensors that the inner optimizer steps."""
+        return zero_layout.flats(self._engine.optimizer)
+
+    def view(self) -> StateView:
+        """Return all slots, live: whole params under ZeRO 0 to 2, this rank's part of each under ZeRO 3."""
+        inner, flats = self.optimizers[0], self.flats()
+        held: dict[int, tuple[Flat, Fragment]] = {id(part.param): (flat, part) for flat in flats for part in flat.fragments}
+        found = [
+            slot
+            for name, param in self.params()
+            for slot in zero_layout.param_slots(name, param, held.get(id(param)), inner)
+        ]
+        # Inside a step ZeRO shows the inner optimizer one group at a time; the bracket knows them all.
+        every_group = cast("torch.optim.Optimizer", SimpleNamespace(param_groups=self._bracket.groups))
+        found += slots.group_slots(every_group, None)
+        found += slots.optimizer_slots(inner, None)
+        return StateView(found, slots.orphans([inner], [flat.tensor for flat in flats]))
+
+    def identity(self) -> Identity:
+        """Return who is who, in the model's own params: what lies in a flat tensor stands for the tensor."""
+        inner, params, flats = self.optimizers[0], self.params(), self.flats()
+        held: dict[int, list[int]] = {group: [] for group in range(len(self._bracket.groups))}
+        ids_by_flat: dict[int, list[int]] = {}
+        for flat in flats:
+            ids_by_flat[id(flat.tensor)] = ids = [id(part.param) for part in flat.fragments]
+            held.setdefault(flat.group, []).extend(ids)
+        keys = [ids_by_flat.get(id(key), [id(key)]) for key in inner.state if isinstance(key, Tensor)]
+        return Identity(
+            live={id(param): name for name, param in params if param.requires_grad},
+            frozen={id(param): name for name, param in params if not param.requires_grad},
+            held=[((0, group), tuple(ids)) for group, ids in held.items()],
+            state_keys=[param_id for ids in keys for param_id in ids],
+            user_optimizer_steps=self._user_optimizer_steps(),
+        )
+
+    def _user_optimizer_steps(self) -> bool:
+        """Tell whether what was passed to ``initialize`` steps: DeepSpeed rebuilds an Adagrad, and a scheduler keeps the old one."""
+        given = self._engine.client_optimizer
+        return not isinstance(given, torch.optim.Optimizer) or given is self.optimizers[0]
+
+    def contract(self) -> Contract:
+        """Return how gradients are accumulated and reduced, by the engine's settings."""
+        engine, stage = self._engine, self._engine.zero_optimization_stage()
+        own = coarsest_dtype([param for _, param in self.params() if param.requires_grad])
+        accumulate = engine.get_data_types()[1] if stage else own
+        sent = engine.communication_data_type
+        # What a rank hands to the reduction, and gets back: ZeRO 1 its sums, ZeRO 0 and 2 gradients, ZeRO 3 a copy in the sent dtype.
+        reduced_in = {0: own, 1: accumulate, 2: own, 3: sent}[stage]
+        mean = stage == 3 or engine.gradient_average  # ZeRO 3 does not look at the setting
+        return Contract("mean" if mean else "sum", accumulate, _coarser(sent, reduced_in), self._operators_replaced())
+
+    def _operators_replaced(self) -> str | None:
+        if _linear_is_replaced():
+            return "ZeRO 3's memory_efficient_linear replaces torch.nn.functional.linear in this process"
+        return compiled([self._engine.module])
+
+    def warnings(self) -> list[Finding]:
+        """Return what is legal here but known to do harm: an engine that clips because nobody said whether it should."""
+        engine = self._engine
+        max_norm = engine.gradient_clipping()
+        if self._configured or not max_norm or "gradient_clipping" in engine._config._param_dict:
+            return []
+        return [
+            Finding(
+                "gradient/engine-clips-by-default",
+                "gradient",
+                "warning",
+                expected="gradient_clipping in the DeepSpeed config",
+                found=f"nothing, so the engine clips the global norm at {max_norm}",
+                fix="Set gradient_clipping in the DeepSpeed config: 0.0 for none.",
+            )
+        ]
+
+    def hook_gradients(self, see: SeeGradient) -> Undo:
+        """Call ``see(name, gradient)`` with each param's whole local gradient of each backward; what it returns replaces it."""
+        handles = [
+            param.register_hook(lambda gradient, name=name: see(name, gradient))
+            for name, param in self.params()
+            if param.requires_grad
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        self._undo.append(undo)
+        return undo
+
+    def on_step(self, before: Before, after: After) -> Undo:
+        """Bracket the engine's step; both are called only for a call in which the inner optimizer really steps."""
+        return self._bracket.add(before, after)
+
+    def _entering(self, tensors: Sequence[Tensor]) -> Mapping[str, Piece | None]:
+        name_by_id = {id(param): name for name, param in self.params() if param.requires_grad}
+        stepping = {id(tensor) for tensor in tensors}
+        flats = (flat for flat in self.flats() if id(flat.tensor) in stepping)
+        return {name: piece for flat in flats for name, piece in zero_layout.pieces(flat, name_by_id).items()}
+
+    def clips(self) -> Iterator[tuple[float, Tensor]]:
+        """Yield and forget the engine's own clipping since the last call; of an attached engine, since the first."""
+        return self._bracket.clips()
+
+    # -- acts
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Tell the engine, before forward, whether this is the window's last micro-batch."""
+        if self._engine.managed_gradient_accumulation():  # else the window ends where `step` is called
+            self._engine.set_gradient_accumulation_boundary(last)
+            self._moved_boundary = True
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the engine's backward, which then reduces; the loss is not divided by the engine's own accumulation steps."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def loss_scale(self) -> float:
+        """Return 1, or the scale of fp16 training: `backward` leaves the loss undivided."""
+        return float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+
+    def clip(self, max_norm: float) -> None:
+        """Nothing: the engine clips inside its step, by its own setting."""
+
+    def step(self) -> None:
+        """Step the engine, once at the window's end."""
+        self._engine.step()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of the model; the engine has cleared its own in its step."""
+        self._engine.zero_grad()
+
+    def close(self) -> None:
+        """Take all hooks away; end the engine if it is ours."""
+        self._bracket.close()
+        while self._undo:
+            self._undo.pop()()
+        if self._moved_boundary:
+            self._engine.set_gradient_accumulation_boundary(None)
+            self._moved_boundary = False
+        if self._owned:
+            self._owned = False
+            self._engine.destroy()
+            for hook in (self._engine.module_forward_pre_hook, self._engine.module_forward_post_hook):
+                hook.remove()
+
+    def own(self, undo: Undo) -> None:
+        """Call `undo` when the session closes."""
+        self._undo.append(undo)
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer inside what ``engine.optimizer`` is."""
+    while not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _coarser(*dtypes: torch.dtype) -> torch.dtype:
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+# -- wrapping
+
+
+def wrap(
+    backend: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any], settings: Settings
+) -> ZeroSession:
+    """Build the optimizer on the plain model's trainable params, then the engine. Collective: every rank.
+
+    Raises:
+        UnsupportedError: If there are several models or optimizers, params of other dtypes than all fp32 or all bf16, or no process
+            group.
+    """
+    module = _only(slots.labelled_items(model), backend, "models")
+    linear = nn.functional.linear
+    if settings.wrap is not None:
+        _join(module)
+        engine = settings.wrap(module, backend)
+        session = ZeroSession(backend, _known(engine), owned=True)
+    else:
+        _refuse_scalars(module)
+        config = configuration(STAGES[backend], _dtype(module), sum(param.numel() for param in module.parameters()), settings)
+        optimizer = _only(slots.labelled_items(make_optimizer(slots.trainable(slots.named_params(module)))), backend, "optimizers")
+        deepspeed = _join(module)
+        with _surroundings():
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        session = ZeroSession(backend, engine, owned=True, configured=True)
+    session.own(lambda: _restore(linear))
+    return session
+
+
+def _restore(linear: Callable[..., Any]) -> None:
+    if _linear_is_replaced():
+        nn.functional.linear = linear  # type: ignore[assignment]
+
+
+def _linear_is_replaced() -> bool:
+    return getattr(nn.functional.linear, "__module__", "").startswith("deepspeed")
+
+
+def configuration(stage: int, dtype: torch.dtype, numel: int, settings: Settings) -> dict[str, Any]:
+    """Return the DeepSpeed config of our own engines; ``settings.extra`` is merged over it.
+
+    Args:
+        stage: Of ZeRO.
+        dtype: Of the model's params.
+        numel: Elements of all params together: buckets are made that large, not of DeepSpeed's 500 million elements.
+        settings: What is to be known before wrapping.
+    """
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": max(1, numel)}
+    if stage == 3:
+        zero["memory_efficient_linear"] = False  # it replaces F.linear, and gradients are no longer bitwise one process's
+    ours = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": settings.micro_batches,
+        "gradient_clipping": settings.max_norm or 0.0,  # silent, it would be 1.0
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "steps_per_print": sys.maxsize,
+    }
+    return _merged(ours, settings.extra)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the entries of `over` in place of its own, at every depth.
+
+    >>> _merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})
+    {'a': {'b': 1, 'c': 3}}
+    """
+    both = {**base, **over}
+    nested = [key for key in over if isinstance(base.get(key), Mapping) and isinstance(over[key], Mapping)]
+    return {**both, **{key: _merged(base[key], over[key]) for key in nested}}
+
+
+def _only(items: list[tuple[str | None, Any]], backend: str, what: str) -> Any:
+    if len(items) != 1:
+        raise UnsupportedError(
+            f"backend {backend!r} takes one model and one optimizer, found {len(items)} {what}: a DeepSpeed engine holds one of each. "
+            "Use single, ddp or fsdp2 for several."
+        )
+    return items[0][1]
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    found = {param.dtype for param in module.parameters()}
+    if len(found) != 1 or not found <= set(_DTYPES):
+        names = " and ".join(sorted(str(dtype) for dtype in found)) or "no params"
+        raise UnsupportedError(
+            f"DeepSpeed engines take params that are all torch.float32 or all torch.bfloat16, found {names}. Cast the model to one of them."
+        )
+    return found.pop()
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    scalars = [name for name, param in slots.named_params(module) if param.dim() == 0]
+    if scalars:
+        raise UnsupportedError(
+            f"DeepSpeed cannot take 0-d params (it broadcasts their bytes), found {listed(scalars)}. Give them one element: shape (1,)."
+        )
+
+
+def _join(module: nn.Module) -> Any:
+    """Return DeepSpeed, in the process group that exists already."""
+    if not torch.distributed.is_initialized():
+        raise UnsupportedError("a DeepSpeed engine needs a process group. Start ranks with torchrun, or call init_process_group.")
+    if all(param.device.type == "cpu" for param in module.parameters()):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at the first use of its accelerator
+    with _surroundings(), _stderr_dropped(unless="deepspeed" in sys.modules):
+        import deepspeed
+        from deepspeed.utils import groups
+    with _surroundings():
+        if _is_dead(groups._WORLD_GROUP):
+            groups._release_process_group_references()
+        deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def _is_dead(group: Any) -> bool:
+    """Tell whether DeepSpeed still holds a group of a default group that is gone."""
+    if group is None:
+        return False
+    try:
+        torch.distributed.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _surroundings() -> Iterator[None]:
+    """Give DeepSpeed the environment it demands, and keep its prints off standard output."""
+    needed = {"LOCAL_RANK": str(torch.distributed.get_rank()), "PATH": zero_ops.search_path()}
+    earlier = {key: os.environ.get(key) for key in needed}
+    os.environ.update({key: value for key, value in needed.items() if key == "PATH" or earlier[key] is None})
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for key, value in earlier.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+@contextlib.contextmanager
+def _stderr_dropped(unless: bool) -> Iterator[None]:
+    """Drop what programs write to standard error: importing DeepSpeed tries the linker on libraries that it can do without."""
+    if unless:
+        yield
+        return
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+# -- attaching
+
+
+def recognises(model: Any, optimizer: Any) -> bool:
+    """Tell whether this is a DeepSpeed engine, or an optimizer out of one."""
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+
+    engines = [item for _, item in slots.labelled_items(model) if _is_engine(item)]
+    return bool(engines) or any(isinstance(item, DeepSpeedOptimizer) for _, item in slots.labelled_items(optimizer))
+
+
+def attach(model: Any, optimizer: Any = None) -> ZeroSession:
+    """Return a session over the user's engine; nothing is changed before something is hooked or switched.
+
+    Raises:
+        UnsupportedError: If it is not one engine, or one without an optimizer.
+    """
+    items = slots.labelled_items(model)
+    engine = _known(items[0][1] if len(items) == 1 else items)
+    return ZeroSession(f"zero{engine.zero_optimization_stage()}", engine, optimizer)
+
+
+def _is_engine(thing: Any) -> bool:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return isinstance(thing, DeepSpeedEngine)
+
+
+def _known(engine: Any) -> Any:
+    if not _is_engine(engine):
+        found = f"{len(engine)} models" if isinstance(engine, list) else type(engine).__name__
+        raise UnsupportedError(f"expected one DeepSpeed engine, found {found}. Pass the engine that deepspeed.initialize returned.")
+    if not hasattr(engine.optimizer, "param_groups"):
+        raise UnsupportedError("this DeepSpeed engine has no optimizer. Pass one to deepspeed.initialize.")
+    zero_layout.flats(engine.optimizer)
+    return engine

@@ -1,0 +1,122 @@
+"""What a person sees while a verification runs and after it: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from truestep.cli import leads, say
+from truestep.verification.report import COLUMNS, EXIT_STATUS, Cell, Event, Report, row_of, told
+
+Show: TypeAlias = Callable[[Event], None]
+STYLES: Final = {"equal": "green", "different": "bold red", "not checked": "yellow"}
+
+
+def verified(recipe: str, **asked: Any) -> Report:
+    """Verify a recipe, showing how far it is; `asked` are the arguments of `truestep.verify`.
+
+    Raises:
+        TrueStepError: As `truestep.verify`.
+    """
+    from truestep.verification.verifying import verify  # Here, not above: --help must not load torch.
+
+    with progress_shown(Console(highlight=False, soft_wrap=True)) as show:
+        report: Report = verify(recipe, progress=show, **asked)
+    return report
+
+
+@contextmanager
+def progress_shown(console: Console) -> Iterator[Show]:
+    """Give the function that shows the events of one verification."""
+    if not leads():
+        yield lambda event: None
+    elif console.is_terminal:
+        # No refresh thread: rank processes are started from this one. Each event redraws.
+        with Live(console=console, auto_refresh=False) as live:
+            yield LiveTable(live)
+    else:
+        yield lambda event: show_line(console, event)
+
+
+def show_line(console: Console, event: Event) -> None:
+    """Print one line for a finished cell, and messages on stderr."""
+    if event.kind == "message":
+        say(f"truestep: {event.text}")
+    elif event.result is not None:
+        console.print(Text(cell_line(event.result)))
+
+
+def cell_line(cell: Cell) -> str:
+    """Return a cell in one line: backend, optimizer, window length, verdict, figures."""
+    return f"{cell.backend} {cell.optimizer} x{cell.micro_batches}: {cell.verdict}; {cell.figures}"
+
+
+class LiveTable:
+    """A table of the cells so far, the running one last, over a progress bar."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self.rows: dict[int, tuple[str, ...]] = {}
+        self.said = ""
+        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), auto_refresh=False)
+        self.task = self.bar.add_task("starting", total=None)
+
+    def __call__(self, event: Event) -> None:
+        """Take in an event and redraw."""
+        self.said = event.text
+        if event.kind != "message":
+            self.rows[event.cell] = row_of(event.result) if event.result else _running(event)
+            done = event.cell + (1.0 if event.kind == "cell" else event.step / max(event.steps, 1))
+            description = f"cell {event.cell + 1} of {event.cells}"
+            self.bar.update(self.task, completed=done, total=event.cells, description=description)
+        self.live.update(Group(self._table(), Text(self.said, style="dim"), self.bar), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table(*COLUMNS, box=None, pad_edge=False)
+        for row in self.rows.values():
+            table.add_row(*(Text(text, style=STYLES.get(text, "")) for text in row))
+        return table
+
+
+def _running(event: Event) -> tuple[str, ...]:
+    known = (event.backend, event.optimizer, str(event.world_size), str(event.micro_batches), f"{event.step}/{event.steps}")
+    return (*known, "...") + ("",) * (len(COLUMNS) - len(known) - 1)
+
+
+def print_report(report: Report) -> None:
+    """Print the first finding of every cell that is not equal, and how many cells came to which verdict."""
+    if not leads():
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for cell in report.cells:
+        if cell.first is not None:
+            print_finding(console, cell)
+    count_by_verdict = Counter(cell.verdict for cell in report.cells)
+    counts = ", ".join(f"{count_by_verdict[verdict]} {verdict}" for verdict in EXIT_STATUS if count_by_verdict[verdict])
+    console.print(Text.assemble("verdict: ", (report.verdict, STYLES[report.verdict]), f" (cells: {counts or 'none'})"))
+
+
+def print_finding(console: Console, cell: Cell) -> None:
+    """Print the finding that decided a cell's verdict, one entry a line."""
+    if cell.first is None:
+        return
+    head = f"{cell.backend} {cell.optimizer} x{cell.micro_batches}: {cell.verdict}"
+    console.print(Text(f"\n{head}", style=STYLES[cell.verdict]))
+    lines = told(cell.first)
+    if cell.verdict == "not checked":
+        lines.append(("allow", f"--allow {cell.first.code}, if that is well known"))
+    for label, text in lines:
+        console.print(Padding(Text(f"{label:<9}{text}"), (0, 0, 0, 2), expand=False))
+    errors = sum(finding.severity == "error" for finding in cell.findings)
+    if errors > 1:
+        console.print(Text(f"  and {errors - 1} more in this cell"))
+    console.print()

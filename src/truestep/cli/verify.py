@@ -1,0 +1,93 @@
+"""`truestep verify`: prove the steps of a recipe equal to one process, cell by cell."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from truestep.cli import leads
+from truestep.cli.display import print_report, verified
+from truestep.verification.recipes import BUILT_IN
+from truestep.verification.report import exit_status
+
+DEFAULT_RANKS: Final = 2
+
+
+def verify(
+    recipe: Annotated[
+        str, typer.Argument(help=f"A built-in recipe ({', '.join(BUILT_IN)}), FILE.py, MODULE or MODULE:OBJECT.")
+    ] = "bytes-gpt",
+    backend: Annotated[str, typer.Option(help="Backends, with commas between them.")] = "ddp,fsdp2",
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Classes of torch.optim in any case, or MODULE:OBJECT, with commas between.", show_default="the recipe's"
+        ),
+    ] = None,
+    micro_batches: Annotated[str, typer.Option(help="Micro-batches of one optimizer step, with commas between.")] = "1",
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks.", show_default=f"{DEFAULT_RANKS}, or those that torchrun gives")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a cell.")] = 10,
+    fault: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Plant this fault; may be given again.")] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CODE", help="Let this stay unchecked, CODE[:PARAM], globs too; may be given again."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here as JSON.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a cell's ranks may keep silent.")] = 120.0,
+) -> None:
+    """Prove that every optimizer step equals what one process does, or name the first thing that differs.
+
+    The cells are all combinations of the backends, optimizers and numbers of micro-batches. Exit status: 0 all equal, 1 something
+    differs, 2 wrong input or a run that could not be finished, 3 something not checked that --allow does not name.
+    """
+    asked = {
+        "backend": names(backend, "--backend"),
+        "optimizer": None if optimizer is None else names(optimizer, "--optimizer"),
+        "micro_batches": counts(micro_batches, "--micro-batches"),
+        "world_size": ranks(world_size),
+    }
+    if json is not None and not json.absolute().parent.is_dir():
+        raise typer.BadParameter(f"expected a file in a folder that exists, found {str(json)!r}.", param_hint="'--json'")
+    report = verified(recipe, **asked, steps=steps, faults=tuple(fault or ()), allow=tuple(allow or ()), timeout=timeout)
+    if json is not None and leads():
+        report.to_json(json)
+    print_report(report)
+    raise typer.Exit(exit_status(report))
+
+
+def names(text: str, option: str) -> list[str]:
+    """Return the entries of a list with commas, each once, in order."""
+    found = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if not all(found):
+        raise typer.BadParameter(f"expected names with commas between them, found {text!r}.", param_hint=f"'{option}'")
+    return found
+
+
+def counts(text: str, option: str) -> list[int]:
+    """Return the whole numbers above 0 of a list with commas, each once, in order."""
+    parts = names(text, option)
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"expected whole numbers above 0, found {text!r}.", param_hint=f"'{option}'")
+    return [int(part) for part in parts]
+
+
+def ranks(asked: int | None) -> int:
+    """Return how many ranks to run on: those that a launcher gives, those asked for, or two.
+
+    Raises:
+        BadParameter: If a launcher gives another number than asked for.
+    """
+    text = os.environ.get("WORLD_SIZE")
+    if text is None:
+        return asked or DEFAULT_RANKS
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"expected the environment's WORLD_SIZE to be a whole number above 0, found {text!r}.")
+    if asked not in (None, int(text)):
+        message = f"expected the {text} ranks that the launcher gives (WORLD_SIZE), found {asked}. Leave it out."
+        raise typer.BadParameter(message, param_hint="'--world-size'")
+    return int(text)

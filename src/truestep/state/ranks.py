@@ -1,0 +1,290 @@
+"""Who else takes part, and how ranks come to one verdict: all raise, or none.
+
+*Agreement* needs no collective of the process group, which hangs when a rank does not come. A *round* is one call of `agree` or
+`agreeing` on every rank, told by what is in the group's default store:
+
+    truestep/round/RANK     how many rounds this rank has begun; here, not in the process, so that a new group counts from its own start
+    truestep/ROUND/RANK     what it brings: its findings, or what it raised
+    truestep/ROUND/come     how many have brought theirs
+    truestep/ROUND/verdict  what all of them go by; written once, by the last that came or the first that would wait no longer
+    truestep/ROUND/left     how many have read it; then rank 0, whose process often holds the store, may go on and clean up
+
+The verdict is written by compare-and-set, so that ranks never act on two: a rank that comes after the others gave it up reads that
+they did. Rounds stay in step when one ends in an error, since every rank that begins one reads its verdict or gives it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any, Final, TypeAlias
+
+import torch.distributed as dist
+
+from truestep.words.errors import TrueStepError, VerifyError
+from truestep.words.finding import Finding, errors, listed, merged
+
+Brought: TypeAlias = dict[str, Any]  # JSON: what one rank brings to a round
+
+TIMEOUT_S: Final = 60.0
+_LINGER_S: Final = 10.0  # how long rank 0 waits for the others to read a verdict; reading takes them one request
+_AGREED: Final = "_truestep_agreed"  # set on an exception that every rank is already raising
+_control: dict[str, Any] = {}  # the control group and the default group it was made for
+
+
+def here() -> int:
+    """Return this process's rank; 0 without a process group."""
+    return dist.get_rank() if _grouped() else 0
+
+
+def count() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _grouped() else 1
+
+
+def gather(obj: Any) -> list[Any]:
+    """Return the `obj` of every rank, in the order of the ranks. Collective: every rank.
+
+    Objects travel pickled, on the CPU: over gloo, by a group made for it where the default group is another. ``[obj]`` when alone.
+    """
+    if count() == 1:
+        return [obj]
+    everyone: list[Any] = [None] * count()
+    dist.all_gather_object(everyone, obj, group=_control_group())
+    return everyone
+
+
+def agree(
+    findings: Iterable[Finding],
+    *,
+    error: type[TrueStepError] = VerifyError,
+    timeout: float = TIMEOUT_S,
+    what: str = "agree",
+) -> list[Finding]:
+    """Return the findings of all ranks, merged, the same list on every rank. Collective: every rank.
+
+    Args:
+        findings: This rank's; those without ranks get this one.
+        error: What to raise.
+        timeout: Seconds to wait for a rank that does not come.
+        what: What the ranks are at, for the message; ranks at different things are told so.
+
+    Raises:
+        TrueStepError: Of class `error`, on all ranks with the same findings: if any is of severity error, or ``run/rank-missing``,
+            ``run/rank-raised`` (inside `agreeing`), ``run/ranks-apart``, ``run/store-gone``.
+    """
+    mine = [finding if finding.ranks else dataclasses.replace(finding, ranks=(here(),)) for finding in findings]
+    brought = {"what": what, "raised": None, "findings": [finding.to_json() for finding in mine]}
+    everyones = merged(_verdict(brought, timeout))
+    if stopping := errors(everyones):
+        raise _agreed(error(listed(stopping), everyones))
+    return everyones
+
+
+@contextlib.contextmanager
+def agreeing(what: str, *, error: type[TrueStepError] = VerifyError, timeout: float = TIMEOUT_S) -> Iterator[None]:
+    """Make an exception of the block on one rank one on every rank. Collective: every rank.
+
+    The rank that raised goes on raising its own; the others raise `error`, naming it and its message, at the end of their block or
+    at an `agree` in it. Blocks may be nested.
+
+    Args:
+        what: What the block does, for the message: ``"load the recipe"``.
+        error: What the other ranks raise.
+        timeout: Seconds to wait, from the end of this rank's block, for the end of another's.
+
+    Raises:
+        TrueStepError: Of class `error`, as `agree`.
+    """
+    try:
+        yield
+    except BaseException as exception:
+        if not getattr(exception, _AGREED, False):
+            _bring_exception(exception, what, timeout)
+        raise
+    agree((), error=error, timeout=timeout, what=what)
+
+
+def _bring_exception(exception: BaseException, what: str, timeout: float) -> None:
+    """Tell the other ranks what this one raised; waits until they know, unless it was interrupted."""
+    findings = exception.findings if isinstance(exception, TrueStepError) else ()
+    brought = {
+        "what": what,
+        "raised": f"{type(exception).__name__}: {exception}",
+        "findings": [finding.to_json() for finding in findings],
+    }
+    _verdict(brought, timeout if isinstance(exception, Exception) else 0.0)
+    _agreed(exception)
+
+
+def _agreed(exception: Any) -> Any:
+    setattr(exception, _AGREED, True)
+    return exception
+
+
+def _grouped() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _control_group() -> Any:
+    """Return a gloo group of all ranks; None, the default group, where that is one. Collective where one has to be made."""
+    default = dist.group.WORLD
+    if dist.get_backend() == dist.Backend.GLOO:
+        return None
+    if _control.get("made for") is not default:
+        _control.update({"made for": default, "group": dist.new_group(backend=dist.Backend.GLOO)})
+    return _control["group"]
+
+
+# -- One round
+
+
+def _verdict(brought: Brought, timeout: float) -> list[Finding]:
+    """Bring this rank's part to the next round and return what all ranks go by."""
+    if count() == 1:
+        return _findings_of({here(): brought}, 1, timeout)
+    try:
+        return _round(dist.distributed_c10d._get_default_store(), brought, timeout)
+    except dist.DistError as reason:
+        if isinstance(reason, dist.DistBackendError):
+            raise
+        return [_store_gone(brought["what"], reason)]
+
+
+def _round(store: dist.Store, brought: Brought, timeout: float) -> list[Finding]:
+    rank, world = here(), count()
+    base = f"truestep/{store.add(f'truestep/round/{rank}', 1)}"
+    store.set(f"{base}/{rank}", json.dumps(brought))
+    if store.add(f"{base}/come", 1) < world:
+        _wait(store, f"{base}/verdict", timeout)
+    if not store.check([f"{base}/verdict"]):
+        come = {other: json.loads(store.get(f"{base}/{other}")) for other in range(world) if store.check([f"{base}/{other}"])}
+        found = [finding.to_json() for finding in _findings_of(come, world, timeout)]
+        store.compare_set(f"{base}/verdict", "", json.dumps({"come": len(come), "findings": found}))
+    verdict = json.loads(store.get(f"{base}/verdict"))
+    _leave(store, base, verdict["come"], timeout)
+    return [Finding.from_json(data) for data in verdict["findings"]]
+
+
+def _leave(store: dist.Store, base: str, come: int, timeout: float) -> None:
+    """Say that this rank has read the verdict. Rank 0 goes last and cleans up; the verdict stays if one is still to read it."""
+    if store.add(f"{base}/left", 1) == come:
+        store.set(f"{base}/done", "")
+    if here() == 0 and _wait(store, f"{base}/done", min(timeout, _LINGER_S)):
+        kept = () if come == count() else ("verdict",)
+        for part in (*map(str, range(count())), "come", "left", "done", "verdict"):
+            if part not in kept:
+                store.delete_key(f"{base}/{part}")
+
+
+def _wait(store: dist.Store, key: str, timeout: float) -> bool:
+    """Return whether the key was set in time."""
+    if timeout <= 0:
+        return store.check([key])
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait([key], timedelta(seconds=timeout))
+        return True
+    return False
+
+
+# -- What a round found
+
+
+def _findings_of(brought_by_rank: dict[int, Brought], world: int, timeout: float) -> list[Finding]:
+    """Return what the ranks brought, and what is wrong with the round itself."""
+    found = [Finding.from_json(data) for brought in brought_by_rank.values() for data in brought["findings"]]
+    whats = {rank: brought["what"] for rank, brought in brought_by_rank.items()}
+    raised = {rank: brought["raised"] for rank, brought in brought_by_rank.items() if brought["raised"] is not None}
+    missing = tuple(rank for rank in range(world) if rank not in brought_by_rank)
+    wrong = [_raised(rank, whats[rank], text) for rank, text in raised.items()]
+    if missing:
+        wrong.append(_missing(missing, " or ".join(sorted(set(whats.values()))), timeout))
+    if len(set(whats.values())) > 1 and not raised:  # a rank that raised has left for the end of an outer block
+        wrong.append(_apart(whats))
+    return merged([*wrong, *found])
+
+
+def _raised(rank: int, what: str, text: str) -> Finding:
+    return Finding("run/rank-raised", None, "error", expected=f"every rank to {what}", found=text, ranks=(rank,))
+
+
+def _missing(ranks: tuple[int, ...], what: str, timeout: float) -> Finding:
+    return Finding(
+        "run/rank-missing",
+        None,
+        "error",
+        expected=f"every rank to {what} within {timeout:g} s",
+        found="no sign of it",
+        fix="Look for a rank that died, hangs, or left the common path of the script: py-spy dump --pid PID shows where it is.",
+        ranks=ranks,
+    )
+
+
+def _apart(what_by_rank: dict[int, str]) -> Finding:
+    return Finding(
+        "run/ranks-apart",
+        None,
+        "error",
+        expected="all ranks at the same call",
+        found=listed(f"rank {rank} at {what!r}" for rank, what in what_by_rank.items()),
+        fix="Make every rank take the same path through the script.",
+        ranks=tuple(what_by_rank),
+    )
+
+
+def _store_gone(what: str, reason: Exception) -> Finding:
+    return Finding(
+        "run/store-gone",
+        None,
+        "error",
+        expected=f"every rank to {what}",
+        found=f"no answer of the store that the process group keeps ({str(reason).splitlines()[0][:120]})",
+        fix="Look for the output of rank 0, whose process usually holds it: it has probably ended.",
+        ranks=(here(),),
+    )
+
+
+# -- The process group of a crew on this machine
+
+
+STORE_HOST: Final = "127.0.0.1"
+_JOIN_TIMEOUT: Final = timedelta(minutes=5)
+
+
+def serve_store(world_size: int) -> Any:
+    """Return a ``TCPStore`` kept by this process, rank 0, at a port of the system's choice, its ``port``."""
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # from C++, not in torch's stubs
+    return tcp_store(STORE_HOST, 0, world_size, True, _JOIN_TIMEOUT, wait_for_workers=False, multi_tenant=True)
+
+
+def join_group(store: Any, port: int, rank: int, world_size: int) -> None:
+    """Make the default gloo process group. Collective: every rank.
+
+    Args:
+        store: Of rank 0; None on the others, which connect to `port`.
+        port: Where rank 0 keeps the store.
+        rank: This process's.
+        world_size: How many there are.
+    """
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    joined = store or tcp_store(STORE_HOST, port, world_size, False, _JOIN_TIMEOUT)
+    dist.init_process_group("gloo", store=joined, rank=rank, world_size=world_size)
+
+
+def default_group() -> Any:
+    """Return the default process group, or None where there is none."""
+    return dist.group.WORLD if _grouped() else None
+
+
+def collectives_started() -> int:
+    """Return how many collectives the default process group has started here; 0 where there is none."""
+    group: Any = default_group()
+    return 0 if group is None else int(group._get_sequence_number_for_group())
+
+
+def mesh(device: str) -> Any:
+    """Return the one-dimensional device mesh over the default process group."""
+    return dist.device_mesh.init_device_mesh(device, (count(),))

@@ -1,0 +1,63 @@
+"""How records travel from the ranks to the reference: a local socket that only this run's processes can speak on."""
+
+from __future__ import annotations
+
+import io
+import secrets
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the reference listens, and the key that both sides must know."""
+
+    path: str
+    key: bytes
+
+
+def address() -> Address:
+    """Return a fresh address in a private folder; `discard` removes it."""
+    return Address(str(Path(tempfile.mkdtemp(prefix="truestep-")) / "link"), secrets.token_bytes(32))
+
+
+def discard(where: Address) -> None:
+    """Remove the folder of an address."""
+    Path(where.path).unlink(missing_ok=True)
+    Path(where.path).parent.rmdir()
+
+
+def listen(where: Address) -> Listener:
+    """Listen, on the reference's side."""
+    return Listener(where.path, family="AF_UNIX", backlog=64, authkey=where.key)
+
+
+def connect(where: Address, timeout: float = 60.0) -> Connection:
+    """Connect, on a rank's side; waits until the reference listens."""
+    import time
+
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return Client(where.path, family="AF_UNIX", authkey=where.key)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Send one message; blocks while the other side is behind."""
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    connection.send_bytes(buffer.getbuffer())
+
+
+def receive(connection: Connection) -> Any:
+    """Receive one message, from a process of this run that knows the key."""
+    return torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)

@@ -1,0 +1,123 @@
+"""Verify's own training loop: one window, one step, in the plainest way that each backend has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truestep.backends import slots
+from truestep.backends.base import Session
+from truestep.verification.recipe import Recipe
+from truestep.verification.record import restore_rng, rng_states
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How the loop weighs and steps.
+
+    Attributes:
+        loss: The recipe's, watched.
+        num_items: ``batch -> items``, or None: every micro-batch weighs the same.
+        reduction: What the loss is over its own items: ``mean`` or ``sum``.
+        max_norm: Global gradient norm to clip at, or None.
+        scheduler: Stepped once a window, or None.
+        step_each: Step in every micro-batch (a planted fault).
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    num_items: Callable[[Any], float] | None
+    reduction: str
+    max_norm: float | None
+    scheduler: Any
+    step_each: bool = False
+
+    def run(self, session: Session, batches: Sequence[Any], weights: Sequence[float]) -> None:
+        """Run one window: a forward and backward a micro-batch, then clip, step, schedule, clear.
+
+        Args:
+            session: Of any backend.
+            batches: This rank's micro-batches.
+            weights: What each micro-batch's loss is multiplied by, before the backend's own mean over ranks.
+        """
+        for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            last = index == len(batches) - 1
+            with session.micro_batch(last or self.step_each):
+                loss = self.loss(session.model, batch)
+                scale = weight / session.loss_scale()
+                session.backward(loss if scale == 1.0 else loss * scale)
+            if last or self.step_each:
+                self._finish(session)
+
+    def _finish(self, session: Session) -> None:
+        if self.max_norm is not None:
+            session.clip(self.max_norm)
+        session.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        session.zero_grad()
+
+
+def window_weights(items: Sequence[Sequence[float]] | None, micro_batches: int, ranks: int, reduction: str) -> list[list[float]]:
+    """Return the weight of every loss in the window's gradient, ``[rank][micro-batch]``: the gradient is the sum of weight * gradient.
+
+    Args:
+        items: How many items each loss is over, or None where nobody says: then all weigh the same.
+        micro_batches: K of each rank, where `items` is None.
+        ranks: W.
+        reduction: ``mean``: each loss is a mean over its items; ``sum``: it is their sum.
+
+    >>> window_weights([[1, 3], [2, 2]], 2, 2, "mean")
+    [[0.125, 0.375], [0.25, 0.25]]
+    """
+    if items is None:
+        share = 1.0 / (micro_batches * ranks) if reduction == "mean" else 1.0
+        return [[share] * micro_batches for _ in range(ranks)]
+    total = sum(sum(row) for row in items)
+    if total == 0:
+        return [[0.0] * len(row) for row in items]
+    return [[(count if reduction == "mean" else 1.0) / total for count in row] for row in items]
+
+
+def own_items(num_items: Callable[[Any], float], batches: Sequence[Any]) -> list[float]:
+    """Return how many items each of this rank's micro-batches has."""
+    return [float(torch.as_tensor(num_items(batch)).item()) for batch in batches]
+
+
+def measured_reduction(recipe: Recipe, model: Any, batch: Any) -> str:
+    """Return what a loss is over its own items, by trying: with every item twice a ``mean`` stays and a ``sum`` doubles.
+
+    Run in evaluation mode and without gradients; leaves RNG, buffers and modes as they were. What cannot be doubled counts as a mean.
+    """
+    modules = [module for _, module in slots.labelled_items(model)]
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    states = rng_states()
+    try:
+        for part, _ in modes:
+            part.training = False
+        with torch.no_grad():
+            once = float(recipe.loss(model, copy.deepcopy(batch)))
+            twice = float(recipe.loss(model, doubled(batch)))
+    except Exception:  # a loss that takes no other batch size says nothing about itself
+        return "mean"
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        restore_rng(states)
+    return "sum" if abs(twice - 2 * once) < abs(twice - once) else "mean"
+
+
+def doubled(batch: Any) -> Any:
+    """Return a batch with every item twice: tensors along their first dim, containers part by part."""
+    if isinstance(batch, Tensor):
+        return torch.cat([batch, batch]) if batch.ndim else batch
+    if isinstance(batch, dict):
+        return type(batch)({key: doubled(value) for key, value in batch.items()})
+    if isinstance(batch, (list, tuple)):
+        parts = [doubled(value) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return copy.copy(batch)

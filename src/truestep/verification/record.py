@@ -1,0 +1,285 @@
+"""What one rank's training loop did in one optimizer step, recorded from the outside.
+
+A *micro-batch* opens at the first forward after a backward (or at the recipe's `loss`, where the loop calls it) and holds every backward
+up to the next one. Each is kept with what one process needs to run it again: its batch, the RNG states and buffers as they were before
+its forward, the loss, the factor that reached the loss, and the local gradients that hooks saw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from truestep.backends.base import Contract, Piece, Session, Undo
+from truestep.state.view import Slot, StateView
+from truestep.words.finding import Finding
+
+
+@dataclass
+class MicroBatch:
+    """One forward and its backward passes.
+
+    Attributes:
+        rng: RNG states before the forward.
+        buffers: Buffers of the unwrapped models as the forward found them.
+        loss: What the recipe's `loss` returned, or None where the loop does not call it.
+        factor: The gradient that reached that loss.
+        root: The tensor that backward was called on.
+        gradients: This rank's local gradient of each param that got one.
+    """
+
+    rng: dict[str, Any]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    factor: Tensor | None = None
+    root: Tensor | None = None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    backwards: int = 0
+    factors_seen: int = 0
+
+
+@dataclass
+class Clip:
+    """One recorded clipping: its limit, the norm it returned, and the gradients as they were before, where they could be seen."""
+
+    max_norm: float
+    norm: Tensor
+    unclipped: dict[str, Piece] | None
+
+
+@dataclass
+class StepRecord:
+    """What one rank did in one optimizer step.
+
+    Attributes:
+        batches: The micro-batches that were handed to the loop, as drawn.
+        micro_batches: What the loop did with them.
+        start: The view at the start of the step, where it is not the end of the step before; None otherwise.
+        between: What changed between the last step's end and this one's start, and between its start and the step's entry.
+        entering: The gradient of each param as it entered the innermost step; None where it was absent.
+        steps: How often each optimizer stepped.
+        micro_batches_at_step: How many micro-batches were over when the first step came.
+        after: The view right after the first step.
+        loss: What `train_step` returned.
+    """
+
+    step: int
+    rank: int
+    batches: list[Any]
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    start: StateView | None = None
+    between: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    entering: dict[str, Piece | None] = field(default_factory=dict)
+    clips: list[Clip] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    micro_batches_at_step: int = 0
+    after: StateView | None = None
+    contract: Contract = field(default_factory=Contract)
+    loss: float | None = None
+
+
+class Recorder:
+    """Watches one session, step by step; changes nothing.
+
+    Args:
+        session: What is watched.
+        hyper_parameters: Keys of param groups that schedules may change between steps.
+    """
+
+    def __init__(self, session: Session, hyper_parameters: frozenset[str]) -> None:
+        self._session = session
+        self._hyper_parameters = hyper_parameters
+        self._last: StateView | None = None
+        self._record = StepRecord(0, 0, [])
+        self._start: StateView | None = None
+        self._forward_open = False
+        self._in_backward = False
+        self._undo: list[Undo] = [
+            session.hook_gradients(self._see_gradient),
+            session.on_step(self._before_step, self._after_step),
+            *(self._hook_forward(index, module) for index, module in enumerate(session.modules())),
+        ]
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for undo in self._undo:
+            undo()
+
+    @contextmanager
+    def step(self, number: int, rank: int, batches: Sequence[Any]) -> Iterator[StepRecord]:
+        """Record one optimizer step: give the record, filled when the context ends."""
+        record = self._record = StepRecord(number, rank, list(batches), contract=self._session.contract())
+        record.steps = [0] * len(self._session.optimizers)
+        self._forward_open = False
+        self._start = plain_copy(self._session.view())
+        if self._last is None:
+            record.start = self._start
+        elif changes := self._changes(self._last, self._start):
+            record.between, record.start = changes, self._start
+        with self._watching_backward(), self._watching_clips():
+            yield record
+        record.clips += [Clip(limit, norm.detach().cpu().clone(), None) for limit, norm in self._session.clips()]
+        if record.after is None:
+            record.after = plain_copy(self._session.view())
+        self._last = record.after
+
+    def loss(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+        """Return the recipe's `loss`, watched."""
+
+        def watched(model: Any, batch: Any) -> Tensor:
+            if self._in_backward or not torch.is_grad_enabled():
+                return loss(model, batch)
+            micro_batch = self._opened(fresh=True)
+            value = loss(model, batch)
+            micro_batch.loss = value.detach().cpu().clone()
+
+            def reached(factor: Tensor) -> None:
+                micro_batch.factors_seen += 1
+                micro_batch.factor = factor.detach().cpu().clone()
+
+            if value.requires_grad:
+                value.register_hook(reached)
+            return value
+
+        return watched
+
+    # -- micro-batches
+
+    def _opened(self, fresh: bool = False) -> MicroBatch:
+        """Return the micro-batch that is open; after a backward, or for a `fresh` loss where one is there already, a new one."""
+        if self._forward_open and not (fresh and self._record.micro_batches[-1].loss is not None):
+            return self._record.micro_batches[-1]
+        self._record.micro_batches.append(MicroBatch(rng_states()))
+        self._forward_open = True
+        return self._record.micro_batches[-1]
+
+    def _hook_forward(self, index: int, module: nn.Module) -> Undo:
+        prefix = f"{index}:" if len(self._session.modules()) > 1 else ""
+
+        def entered(*_: Any) -> None:
+            if self._in_backward or not torch.is_grad_enabled():
+                return
+            micro_batch = self._opened()
+            for name, buffer in module.named_buffers():
+                micro_batch.buffers.setdefault(prefix + name, buffer.detach().cpu().clone())
+
+        handle = module.register_forward_pre_hook(entered)
+        return handle.remove
+
+    @contextmanager
+    def _watching_backward(self) -> Iterator[None]:
+        backward = torch.autograd.backward
+
+        def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            outermost = not self._in_backward
+            micro_batch = self._opened()
+            if outermost:
+                root = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+                micro_batch.root = root.detach().cpu().clone() if isinstance(root, Tensor) else None
+            self._in_backward = True
+            try:
+                backward(tensors, *args, **kwargs)
+            finally:
+                if outermost:
+                    self._in_backward = False
+                    self._forward_open = False
+                    micro_batch.backwards += 1
+
+        # Tensor.backward and every vendor's backward look this function up when they run.
+        with mock.patch.object(torch.autograd, "backward", watched):
+            yield
+
+    def _see_gradient(self, name: str, gradient: Tensor) -> None:
+        if not self._in_backward:  # torch.autograd.grad fires tensor hooks too, and accumulates nothing
+            return
+        known = self._record.micro_batches[-1].gradients
+        seen = gradient.detach().cpu()
+        known[name] = known[name] + seen if name in known else seen.clone()
+
+    # -- the step
+
+    def _before_step(self, index: int) -> None:
+        record = self._record
+        if not any(record.steps):
+            record.micro_batches_at_step = sum(
+                1 for micro_batch in record.micro_batches if micro_batch.backwards or self._in_backward
+            )
+            if self._start is not None and (changes := self._changes(self._start, plain_copy(self._session.view()))):
+                record.between += changes
+        record.steps[index] += 1
+
+    def _after_step(self, index: int, entering: dict[str, Piece | None]) -> None:
+        record = self._record
+        if record.steps[index] == 1:
+            record.entering.update(entering)
+        if all(record.steps) and record.after is None:
+            record.after = plain_copy(self._session.view())
+
+    def _changes(self, old: StateView, new: StateView) -> list[Finding]:
+        return [
+            finding
+            for finding in old.diff(new)
+            if not (finding.param is None and _last_part(finding.key) in self._hyper_parameters)
+        ]
+
+    @contextmanager
+    def _watching_clips(self) -> Iterator[None]:
+        clip_with = torch.nn.utils.clip_grad._clip_grads_with_norm_
+
+        def watched(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+            held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            unclipped = self._session.pieces(held)
+            norm = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+            self._record.clips.append(Clip(float(max_norm), norm.detach().cpu().clone(), unclipped))
+            clip_with(held, max_norm, total_norm, *args, **kwargs)
+
+        # `clip_grad_norm_` calls this by its module's name, so a loop that imported it earlier is seen as well.
+        with mock.patch.object(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", watched):
+            yield
+
+
+def _last_part(key: str | None) -> str:
+    return (key or "").rsplit("/", 1)[-1]
+
+
+def plain_copy(view: StateView) -> StateView:
+    """Return a frozen copy of which everything pickles: an opaque object is kept as the name of its class."""
+    frozen = view.copy()
+    return StateView((_without_object(slot) for slot in frozen.values()), frozen.orphans)
+
+
+def _without_object(slot: Slot) -> Slot:
+    return dataclasses.replace(slot, value=type(slot.value).__qualname__) if slot.kind == "opaque" else slot
+
+
+def rng_states() -> dict[str, Any]:
+    """Return the states of the generators that a forward may draw from: torch's, Python's and numpy's."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    try:
+        import numpy
+    except ImportError:
+        return states
+    return {**states, "numpy": numpy.random.get_state()}
+
+
+def restore_rng(states: dict[str, Any]) -> None:
+    """Set the generators to states that `rng_states` returned."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
