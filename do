@@ -36,11 +36,14 @@ setup() {
     export PATH="$venv/bin:$PATH"  # DeepSpeed looks for ninja there
     mkdir -p .cache "$TORCH_EXTENSIONS_DIR"
     exec 9>.cache/setup.lock
-    ! command -v flock >/dev/null || flock 9  # two chores at once set up once
+    if command -v flock >/dev/null && ! flock -n 9; then  # two chores at once set up once
+        say "waiting for another ./do that is setting up"
+        flock 9
+    fi
     if [[ "$(cat "$packages" 2>/dev/null)" != "$wanted" ]]; then
         python="${PYTHON:-python3}"
-        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-            say "expected Python 3.10 or newer, found $("$python" -V 2>&1 || echo none). Set PYTHON to one: PYTHON=python3.12 ./do setup"
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || {
+            say "expected Python 3.10 or newer, found $("$python" -V 2>/dev/null || echo none). Set PYTHON to one: PYTHON=python3.12 ./do setup"
             exit 2
         }
         say "setting up .venv (once)"

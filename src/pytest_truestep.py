@@ -108,8 +108,10 @@ def _failure_text(excinfo: pytest.ExceptionInfo[BaseException]) -> str:
 
 def run_on_ranks(item: pytest.Item, marker: pytest.Mark) -> None:
     """Run a test on a crew and raise what its outcome calls for."""
-    given = _given(**marker.kwargs) if not marker.args else _given(*marker.args, **marker.kwargs)
-    world_size, device, timeout_s = given
+    try:
+        world_size, device, timeout_s = _given(*marker.args, **marker.kwargs)
+    except TypeError as error:
+        pytest.fail(f"mark truestep: {error}. It takes {MARKER.partition(':')[0]}", pytrace=False)
     from truestep.verification.launch import pool
     from truestep.words.errors import TrueStepError
 
@@ -184,8 +186,9 @@ def _conclude(results: Results) -> None:
     if outcomes == {"xfailed"}:
         pytest.xfail(reason)
     if outcomes != {"passed"}:
-        sections = [f"--- rank {rank} {one.outcome}: {one.reason}\n" + "\n".join(one.texts) for rank, one in enumerate(said)]
-        raise RanksFailed("\n".join([_headline(said), "", *(section.rstrip(": \n") for section in sections)]))
+        heads = [f"--- rank {rank} {one.outcome}: {one.reason}".rstrip(": ") for rank, one in enumerate(said)]
+        sections = ["\n".join([head, *one.texts]) for head, one in zip(heads, said, strict=True)]
+        raise RanksFailed("\n".join([_headline(said), "", *sections]))
 
 
 def _headline(said: list[Said]) -> str:
@@ -241,14 +244,10 @@ class RankSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Take the parent's options, and say that this is a rank."""
+        """Take the parent's options, say that this is a rank, and keep the session's own reports out of the rank's output."""
         vars(config.option).update(self.options)
         config.stash[_PLACE] = self.place
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Keep this session's own reports out of the rank's output: the parent reports."""
-        session.config.pluginmanager.unregister(name="terminalreporter")
+        config.pluginmanager.set_blocked("terminalreporter")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why the test could not be collected."""
@@ -279,7 +278,10 @@ class RankSession:
 
 def _error_line(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message).partition("\n")[0] if crash else ""
+    if crash:
+        return str(crash.message).partition("\n")[0]
+    marked = (line.removeprefix("E").strip() for line in report.longreprtext.splitlines() if line.startswith("E "))
+    return next(marked, "")
 
 
 def _skip_reason(report: pytest.TestReport) -> str:

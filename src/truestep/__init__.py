@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from truestep.backends import inspect
+    from truestep.backends.inspecting import inspect
     from truestep.state.view import Slot, StateView
     from truestep.verification.report import Report
     from truestep.verification.verifying import verify
@@ -48,7 +48,7 @@ _MODULE_BY_NAME: Final = {
     "UnsupportedError": "truestep.words.errors",
     "VerifyError": "truestep.words.errors",
     "WindowError": "truestep.words.errors",
-    "inspect": "truestep.backends",
+    "inspect": "truestep.backends.inspecting",
     "verify": "truestep.verification.verifying",
 }
 

@@ -55,7 +55,8 @@ class Net(nn.Module):
 def loss_of(model, step, micro, rank):
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     tokens = torch.randint(0, 10, (4,), generator=generator)  # the last row of the embedding is touched by the head alone
-    return nn.functional.cross_entropy(model(tokens).float(), (3 * tokens + step) % 11) * 3.0**step  # gradients whose scale changes
+    loss = nn.functional.cross_entropy(model(tokens).float(), (3 * tokens + step) % 11)
+    return loss * 3.0**step  # gradients whose scale changes
 
 
 def two_groups(params):
@@ -138,7 +139,7 @@ def check_against_one_process(session, make, micro_batches, rank, steps=3):
         seen.window(step, micro_batches, rank)
         assert seen.before == len(seen.entering) == step + 1
         entering = seen.entering[-1]
-        assert list(sorted(entering)) == sorted(names)
+        assert sorted(entering) == sorted(names)
         local_by_rank = gathered(seen.local[-1])
         for name in names:
             gradient = whole(name, entering[name], params[name].shape)
@@ -159,7 +160,7 @@ def check_against_one_process(session, make, micro_batches, rank, steps=3):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("backend", STAGES)
-def test_every_slot_is_bitwise_that_of_one_process_given_the_gradients_that_entered(backend, name, micro_batches, rank, world_size):
+def test_slots_are_bitwise_one_process_s_given_the_gradients_that_entered(backend, name, micro_batches, rank, world_size):
     session = made(backend, OPTIMIZERS[name], micro_batches=micro_batches)
     try:
         check_against_one_process(session, OPTIMIZERS[name], micro_batches, rank)
@@ -461,6 +462,7 @@ def test_a_process_group_that_was_made_anew_is_joined_again(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(key, None)
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "joined twice"

@@ -156,6 +156,14 @@ def test_a_difference_is_told_with_where_why_and_what_to_do(fake, capsys):
         assert line in out.splitlines()
 
 
+def test_long_texts_wrap_under_themselves_on_a_terminal_and_nowhere_else():
+    text = "nine words of this sentence go into the second line"
+    assert display.entry("found", text, None) == f"  found    {text}"
+    first, second = display.entry("found", text, 48).splitlines()
+    assert (first[:11], second[:11].strip()) == ("  found    ", "")
+    assert f"{first[11:]} {second.strip()}" == text
+
+
 def test_what_was_not_checked_is_status_3_until_allowed(fake, capsys):
     fake.findings_by_backend["ddp"] = [UNCHECKED]
     assert run(["verify"]) == 3

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as hooks_of_torch
 
 from truestep.optimizers.replica import left_out, replica
 from truestep.words.errors import TrueStepError
@@ -44,7 +45,7 @@ ELEMENTWISE: dict[str, Make] = {
 }
 KERNELS: dict[str, Make] = {
     **{
-        f"{name}-foreach": (lambda name: lambda params: _with(ELEMENTWISE[name](params), foreach=True))(name)
+        f"{name}-foreach": (lambda params, make=ELEMENTWISE[name]: _with(make(params), foreach=True))
         for name in ("adadelta", "adam-amsgrad", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd-nesterov")
     },
     "adam-fused": flags(optim.Adam, lr=0.05, fused=True),
@@ -52,7 +53,7 @@ KERNELS: dict[str, Make] = {
     "adagrad-fused": flags(optim.Adagrad, lr=0.1, fused=True),
     "sgd-fused": flags(optim.SGD, lr=0.1, momentum=0.9, fused=True),
     "adamw-tensor-lr": flags(optim.AdamW, lr=torch.tensor(0.02)),
-    "adamw-capturable-like": flags(optim.Adam, lr=0.03, maximize=True),
+    "adam-maximize": flags(optim.Adam, lr=0.03, maximize=True),
 }
 OPTIMIZERS = ELEMENTWISE | KERNELS
 
@@ -211,8 +212,8 @@ def test_neither_own_nor_global_hooks_nor_the_schedule_s_patch_fire_for_a_replic
     original.register_step_pre_hook(lambda optimizer, *_: fired.append(optimizer))
     optim.lr_scheduler.StepLR(original, 5)
     handles = [
-        optim.optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: fired.append(optimizer)),
-        optim.optimizer.register_optimizer_step_post_hook(lambda optimizer, *_: fired.append(optimizer)),
+        hooks_of_torch.register_optimizer_step_pre_hook(lambda optimizer, *_: fired.append(optimizer)),
+        hooks_of_torch.register_optimizer_step_post_hook(lambda optimizer, *_: fired.append(optimizer)),
     ]
     try:
         plain = plain_of(params)
@@ -240,7 +241,7 @@ def test_a_replica_may_be_stepped_from_inside_a_global_hook() -> None:
         give_gradients(list(plain.values()), 0)
         replica(optimizer, plain).step()
 
-    handles = [optim.optimizer.register_optimizer_step_post_hook(hook) for _ in range(2)]
+    handles = [hooks_of_torch.register_optimizer_step_post_hook(hook) for _ in range(2)]
     try:
         original.step()
         original.step()
@@ -255,7 +256,7 @@ def test_hooks_come_back_after_a_step_that_raised() -> None:
     original = optim.SGD(params, lr=0.1)
     plain = plain_of(params)
     stepping = replica(original, plain)
-    handle = optim.optimizer.register_optimizer_step_pre_hook(lambda *_: None)
+    handle = hooks_of_torch.register_optimizer_step_pre_hook(lambda *_: None)
     try:
 
         def closure() -> float:
@@ -263,7 +264,7 @@ def test_hooks_come_back_after_a_step_that_raised() -> None:
 
         with pytest.raises(ZeroDivisionError):
             stepping.step(closure)
-        assert handle.id in optim.optimizer._global_optimizer_pre_hooks
+        assert handle.id in hooks_of_torch._global_optimizer_pre_hooks
     finally:
         handle.remove()
 
@@ -298,9 +299,7 @@ def test_state_kept_anywhere_is_copied_and_what_cannot_be_copied_is_shared() -> 
     original = Signed(params, lr=0.25)
     plain = plain_of(params)
     stepping: Any = replica(original, plain)
-    handle = optim.optimizer.register_optimizer_step_pre_hook(
-        lambda *_: pytest.fail("a global hook fired through super().step()")
-    )
+    handle = hooks_of_torch.register_optimizer_step_pre_hook(lambda *_: pytest.fail("a global hook fired through super().step()"))
     try:
         give_gradients(list(plain.values()), 0)
         stepping.step()

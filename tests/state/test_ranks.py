@@ -27,6 +27,11 @@ def store_keys(world_size: int) -> list[str]:
     return [key for key in keys if store.check([key])]
 
 
+def raise_on(raising: int, rank: int, error: BaseException) -> None:
+    if rank == raising:
+        raise error
+
+
 # -- Alone
 
 
@@ -35,8 +40,8 @@ def test_without_a_process_group_there_is_one_rank():
 
 
 def test_alone_agree_merges_and_fills_in_the_rank():
-    twice = [WARNING, WARNING, Finding("update/zero-gradient", "update", "note", ranks=(0,))]
-    assert [(found.code, found.ranks) for found in ranks.agree(twice)] == [("state/precision", (0,)), ("update/zero-gradient", (0,))]
+    found = ranks.agree([WARNING, WARNING, Finding("update/zero-gradient", "update", "note", ranks=(0,))])
+    assert [(one.code, one.ranks) for one in found] == [("state/precision", (0,)), ("update/zero-gradient", (0,))]
 
 
 def test_alone_an_error_is_raised_with_every_finding_and_said_by_the_errors_alone():
@@ -92,11 +97,13 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_next_round_is_a_new_one(r
 
 @pytest.mark.truestep(world_size=2)
 def test_an_exception_on_one_rank_raises_on_all(rank):
+    def open_the_data() -> None:
+        with ranks.agreeing("open the data", error=UnsupportedError):
+            raise_on(1, rank, FileNotFoundError("no train.txt here"))
+
     for _ in range(2):
         with pytest.raises(FileNotFoundError if rank == 1 else UnsupportedError) as caught:
-            with ranks.agreeing("open the data", error=UnsupportedError):
-                if rank == 1:
-                    raise FileNotFoundError("no train.txt here")
+            open_the_data()
         if rank == 0:
             assert str(caught.value) == (
                 "run/rank-raised on rank 1: expected every rank to open the data, found FileNotFoundError: no train.txt here."
@@ -108,19 +115,20 @@ def test_an_exception_on_one_rank_raises_on_all(rank):
 @pytest.mark.truestep(world_size=2)
 def test_findings_of_an_error_in_the_block_reach_every_rank(rank):
     with pytest.raises(VerifyError) as caught, ranks.agreeing("look"):
-        if rank == 0:
-            raise VerifyError("", [ERROR])
+        raise_on(0, rank, VerifyError("", [ERROR]))
     assert ERROR.code in [found.code for found in caught.value.findings]
 
 
 @pytest.mark.truestep(world_size=2)
 def test_an_exception_before_an_inner_agreement_stops_the_ranks_that_wait_there(rank):
-    started = time.monotonic()
-    with pytest.raises(KeyError if rank == 1 else VerifyError) as caught, ranks.agreeing("the outer block"):
-        with ranks.agreeing("the middle block"):
-            if rank == 1:
-                raise KeyError("lost")
+    def blocks() -> None:
+        with ranks.agreeing("the outer block"), ranks.agreeing("the middle block"):
+            raise_on(1, rank, KeyError("lost"))
             ranks.agree([], what="the inner call")
+
+    started = time.monotonic()
+    with pytest.raises(KeyError if rank == 1 else VerifyError) as caught:
+        blocks()
     assert time.monotonic() - started < 30
     assert rank == 1 or "KeyError: 'lost'" in str(caught.value)
     assert ranks.agree([]) == []
@@ -132,8 +140,7 @@ def test_blocks_may_be_nested(rank):
         with ranks.agreeing("the inner block"):
             assert ranks.agree([], what="a call") == []
         with pytest.raises(ValueError if rank == 0 else VerifyError), ranks.agreeing("the second inner block"):
-            if rank == 0:
-                raise ValueError("handled on every rank")
+            raise_on(0, rank, ValueError("handled on every rank"))
 
 
 @pytest.mark.truestep(world_size=3)
@@ -161,9 +168,7 @@ def test_ranks_at_different_calls_are_told_so(rank):
 @pytest.mark.truestep(world_size=2)
 def test_an_interrupted_rank_tells_the_others_and_waits_for_nobody(rank):
     with pytest.raises(KeyboardInterrupt if rank == 1 else VerifyError) as caught, ranks.agreeing("train"):
-        if rank == 1:
-            raise KeyboardInterrupt
-        time.sleep(0.3)
+        raise_on(1, rank, KeyboardInterrupt())
     if rank == 0:
         assert "KeyboardInterrupt" in str(caught.value)
     dist.barrier()
@@ -182,10 +187,11 @@ rank, folder, act = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 if act.startswith("file"):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 else:
-    store = dist.TCPStore("127.0.0.1", 0 if rank == 0 else int(open(f"{folder}/port").read()), 2, rank == 0, wait_for_workers=False)
+    port = 0 if rank == 0 else int(open(f"{folder}/port").read())
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
     if rank == 0:
-        with open(f"{folder}/port.new", "w") as port:
-            port.write(str(store.port))
+        with open(f"{folder}/port.new", "w") as file:
+            file.write(str(store.port))
         os.rename(f"{folder}/port.new", f"{folder}/port")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 ranks.agree([])

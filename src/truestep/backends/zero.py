@@ -1,34 +1,28 @@
 """DeepSpeed engines: ZeRO 0 to 3.
 
-The optimizer is always built before the engine, on the plain model's params; the engine then gives it flat tensors to step
-(`zero_layout`), and steps it where `zero_step` says. The window's boundary is set for each micro-batch and the loss is left as it is, so
-that a window of any length is exact, whatever the engine's own ``gradient_accumulation_steps``.
+The optimizer is always built before the engine (`zero_engine`), on the plain model's params; the engine then gives it flat
+tensors to step (`zero_layout`), and steps it where `zero_step` says. The window's boundary is set for each micro-batch and the
+loss is left undivided, so that a window of any length is exact, whatever the engine's own ``gradient_accumulation_steps``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from truestep.backends import slots, zero_layout, zero_ops
+from truestep.backends import slots, zero_engine, zero_layout
 from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Settings, Undo
 from truestep.backends.session import coarsest_dtype, compiled
 from truestep.backends.zero_layout import Flat, Fragment
 from truestep.backends.zero_step import After, Before, StepBracket
 from truestep.state.view import StateView
 from truestep.words.errors import UnsupportedError
-from truestep.words.finding import Finding, listed
-
-STAGES: Final[Mapping[str, int]] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-_DTYPES: Final = (torch.float32, torch.bfloat16)
+from truestep.words.finding import Finding
 
 
 class ZeroSession:
@@ -42,7 +36,9 @@ class ZeroSession:
         configured: Whether the engine's configuration is ours.
     """
 
-    def __init__(self, backend: str, engine: Any, optimizer: Any = None, *, owned: bool = False, configured: bool = False) -> None:
+    def __init__(
+        self, backend: str, engine: Any, optimizer: Any = None, *, owned: bool = False, configured: bool = False
+    ) -> None:
         self.backend = backend
         self.model = engine
         self.optimizer = engine.optimizer if optimizer is None else optimizer
@@ -76,9 +72,7 @@ class ZeroSession:
         inner, flats = self.optimizers[0], self.flats()
         held: dict[int, tuple[Flat, Fragment]] = {id(part.param): (flat, part) for flat in flats for part in flat.fragments}
         found = [
-            slot
-            for name, param in self.params()
-            for slot in zero_layout.param_slots(name, param, held.get(id(param)), inner)
+            slot for name, param in self.params() for slot in zero_layout.param_slots(name, param, held.get(id(param)), inner)
         ]
         # Inside a step ZeRO shows the inner optimizer one group at a time; the bracket knows them all.
         every_group = cast("torch.optim.Optimizer", SimpleNamespace(param_groups=self._bracket.groups))
@@ -104,7 +98,7 @@ class ZeroSession:
         )
 
     def _user_optimizer_steps(self) -> bool:
-        """Tell whether what was passed to ``initialize`` steps: DeepSpeed rebuilds an Adagrad, and a scheduler keeps the old one."""
+        """Tell whether what ``initialize`` was given steps: DeepSpeed rebuilds an Adagrad, and a scheduler keeps the old one."""
         given = self._engine.client_optimizer
         return not isinstance(given, torch.optim.Optimizer) or given is self.optimizers[0]
 
@@ -114,7 +108,7 @@ class ZeroSession:
         own = coarsest_dtype([param for _, param in self.params() if param.requires_grad])
         accumulate = engine.get_data_types()[1] if stage else own
         sent = engine.communication_data_type
-        # What a rank hands to the reduction, and gets back: ZeRO 1 its sums, ZeRO 0 and 2 gradients, ZeRO 3 a copy in the sent dtype.
+        # What a rank gives to the reduction and gets back: ZeRO 1 its sums, ZeRO 0 and 2 gradients, ZeRO 3 a copy in `sent`.
         reduced_in = {0: own, 1: accumulate, 2: own, 3: sent}[stage]
         mean = stage == 3 or engine.gradient_average  # ZeRO 3 does not look at the setting
         return Contract("mean" if mean else "sum", accumulate, _coarser(sent, reduced_in), self._operators_replaced())
@@ -238,157 +232,41 @@ def wrap(
     """Build the optimizer on the plain model's trainable params, then the engine. Collective: every rank.
 
     Raises:
-        UnsupportedError: If there are several models or optimizers, params of other dtypes than all fp32 or all bf16, or no process
-            group.
+        UnsupportedError: If there are several models or optimizers, params that an engine cannot hold, or no process group.
     """
     module = _only(slots.labelled_items(model), backend, "models")
     linear = nn.functional.linear
     if settings.wrap is not None:
-        _join(module)
-        engine = settings.wrap(module, backend)
-        session = ZeroSession(backend, _known(engine), owned=True)
+        left = zero_engine.join(module)
+        session = ZeroSession(backend, _known(settings.wrap(module, backend)), owned=True)
     else:
-        _refuse_scalars(module)
-        config = configuration(STAGES[backend], _dtype(module), sum(param.numel() for param in module.parameters()), settings)
-        optimizer = _only(slots.labelled_items(make_optimizer(slots.trainable(slots.named_params(module)))), backend, "optimizers")
-        deepspeed = _join(module)
-        with _surroundings():
-            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-        session = ZeroSession(backend, engine, owned=True, configured=True)
+        dtype, numel = zero_engine.dtype_of(module), sum(param.numel() for param in module.parameters())
+        config = zero_engine.configuration(zero_engine.STAGES[backend], dtype, numel, settings)
+        made = make_optimizer(slots.trainable(slots.named_params(module)))
+        optimizer = _only(slots.labelled_items(made), backend, "optimizers")
+        left = zero_engine.join(module)
+        session = ZeroSession(backend, zero_engine.engine(module, optimizer, config), owned=True, configured=True)
+    session.own(left)
     session.own(lambda: _restore(linear))
     return session
 
 
 def _restore(linear: Callable[..., Any]) -> None:
     if _linear_is_replaced():
-        nn.functional.linear = linear  # type: ignore[assignment]
+        nn.functional.linear = linear
 
 
 def _linear_is_replaced() -> bool:
     return getattr(nn.functional.linear, "__module__", "").startswith("deepspeed")
 
 
-def configuration(stage: int, dtype: torch.dtype, numel: int, settings: Settings) -> dict[str, Any]:
-    """Return the DeepSpeed config of our own engines; ``settings.extra`` is merged over it.
-
-    Args:
-        stage: Of ZeRO.
-        dtype: Of the model's params.
-        numel: Elements of all params together: buckets are made that large, not of DeepSpeed's 500 million elements.
-        settings: What is to be known before wrapping.
-    """
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": max(1, numel)}
-    if stage == 3:
-        zero["memory_efficient_linear"] = False  # it replaces F.linear, and gradients are no longer bitwise one process's
-    ours = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": settings.micro_batches,
-        "gradient_clipping": settings.max_norm or 0.0,  # silent, it would be 1.0
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": dtype is torch.bfloat16},
-        "steps_per_print": sys.maxsize,
-    }
-    return _merged(ours, settings.extra)
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the entries of `over` in place of its own, at every depth.
-
-    >>> _merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})
-    {'a': {'b': 1, 'c': 3}}
-    """
-    both = {**base, **over}
-    nested = [key for key in over if isinstance(base.get(key), Mapping) and isinstance(over[key], Mapping)]
-    return {**both, **{key: _merged(base[key], over[key]) for key in nested}}
-
-
 def _only(items: list[tuple[str | None, Any]], backend: str, what: str) -> Any:
     if len(items) != 1:
         raise UnsupportedError(
-            f"backend {backend!r} takes one model and one optimizer, found {len(items)} {what}: a DeepSpeed engine holds one of each. "
-            "Use single, ddp or fsdp2 for several."
+            f"backend {backend!r} takes one model and one optimizer, found {len(items)} {what}: a DeepSpeed engine holds one of "
+            "each. Use single, ddp or fsdp2 for several."
         )
     return items[0][1]
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    found = {param.dtype for param in module.parameters()}
-    if len(found) != 1 or not found <= set(_DTYPES):
-        names = " and ".join(sorted(str(dtype) for dtype in found)) or "no params"
-        raise UnsupportedError(
-            f"DeepSpeed engines take params that are all torch.float32 or all torch.bfloat16, found {names}. Cast the model to one of them."
-        )
-    return found.pop()
-
-
-def _refuse_scalars(module: nn.Module) -> None:
-    scalars = [name for name, param in slots.named_params(module) if param.dim() == 0]
-    if scalars:
-        raise UnsupportedError(
-            f"DeepSpeed cannot take 0-d params (it broadcasts their bytes), found {listed(scalars)}. Give them one element: shape (1,)."
-        )
-
-
-def _join(module: nn.Module) -> Any:
-    """Return DeepSpeed, in the process group that exists already."""
-    if not torch.distributed.is_initialized():
-        raise UnsupportedError("a DeepSpeed engine needs a process group. Start ranks with torchrun, or call init_process_group.")
-    if all(param.device.type == "cpu" for param in module.parameters()):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at the first use of its accelerator
-    with _surroundings(), _stderr_dropped(unless="deepspeed" in sys.modules):
-        import deepspeed
-        from deepspeed.utils import groups
-    with _surroundings():
-        if _is_dead(groups._WORLD_GROUP):
-            groups._release_process_group_references()
-        deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
-    return deepspeed
-
-
-def _is_dead(group: Any) -> bool:
-    """Tell whether DeepSpeed still holds a group of a default group that is gone."""
-    if group is None:
-        return False
-    try:
-        torch.distributed.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        return True
-    return False
-
-
-@contextlib.contextmanager
-def _surroundings() -> Iterator[None]:
-    """Give DeepSpeed the environment it demands, and keep its prints off standard output."""
-    needed = {"LOCAL_RANK": str(torch.distributed.get_rank()), "PATH": zero_ops.search_path()}
-    earlier = {key: os.environ.get(key) for key in needed}
-    os.environ.update({key: value for key, value in needed.items() if key == "PATH" or earlier[key] is None})
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for key, value in earlier.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
-
-
-@contextlib.contextmanager
-def _stderr_dropped(unless: bool) -> Iterator[None]:
-    """Drop what programs write to standard error: importing DeepSpeed tries the linker on libraries that it can do without."""
-    if unless:
-        yield
-        return
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 # -- attaching
@@ -422,7 +300,7 @@ def _is_engine(thing: Any) -> bool:
 def _known(engine: Any) -> Any:
     if not _is_engine(engine):
         found = f"{len(engine)} models" if isinstance(engine, list) else type(engine).__name__
-        raise UnsupportedError(f"expected one DeepSpeed engine, found {found}. Pass the engine that deepspeed.initialize returned.")
+        raise UnsupportedError(f"expected one DeepSpeed engine, found {found}. Pass the engine that initialize returned.")
     if not hasattr(engine.optimizer, "param_groups"):
         raise UnsupportedError("this DeepSpeed engine has no optimizer. Pass one to deepspeed.initialize.")
     zero_layout.flats(engine.optimizer)

@@ -1,9 +1,9 @@
 """ZeRO's flat tensors as names and boxes.
 
-The inner optimizer of a DeepSpeed engine steps *flat* tensors: under ZeRO 1 and 2 this rank's part of one param group, laid end to end
-and cut at equal lengths; under ZeRO 3 this rank's part of each param of a sub-group, laid end to end; under ZeRO 0 each param, or its
-fp32 copy. A *fragment* says which range of which param lies where in a flat tensor; padding belongs to no fragment, and a param of which
-a rank holds nothing has an empty one, so that every rank lists the same names.
+The inner optimizer of a DeepSpeed engine steps *flat* tensors: under ZeRO 1 and 2 this rank's part of one param group, laid end
+to end and cut at equal lengths; under ZeRO 3 this rank's part of each param of a sub-group, laid end to end; under ZeRO 0 each
+param, or its fp32 copy. A *fragment* says which range of which param lies where in a flat tensor; padding belongs to no fragment,
+and a param of which a rank holds nothing has an empty one, so that every rank lists the same names.
 
 DeepSpeed's own records are read at each call: they are what its step uses, and a loaded checkpoint may replace them.
 """
@@ -62,7 +62,7 @@ class Flat:
 
 
 def overlap(offset: int, length: int, start: int, stop: int) -> tuple[int, int, int]:
-    """Return the part of ``[offset, offset + length)`` in ``[start, stop)``: where it begins in the latter, and its range in the former.
+    """Return what of ``[offset, offset + length)`` is in ``[start, stop)``: where it begins there, and its range in the former.
 
     >>> overlap(10, 6, 0, 12), overlap(10, 6, 12, 24), overlap(10, 6, 24, 36)
     ((10, 0, 2), (0, 2, 6), (0, 0, 0))
@@ -155,7 +155,7 @@ def flats(optimizer: Any) -> list[Flat]:
         if kind.__name__ in _READERS:
             return list(_READERS[kind.__name__](optimizer))
     raise UnsupportedError(
-        f"DeepSpeed's {type(optimizer).__name__} is not known: expected the optimizer of ZeRO 0 to 3 with a torch optimizer in fp32 or "
+        f"DeepSpeed's {type(optimizer).__name__} is not known: expected that of ZeRO 0 to 3 over a torch optimizer, in fp32 or "
         "bf16. Pass a torch optimizer to deepspeed.initialize."
     )
 
@@ -164,7 +164,7 @@ def flats(optimizer: Any) -> list[Flat]:
 
 
 def place(flat: Flat, fragment: Fragment, tensor: Tensor) -> tuple[Shard, tuple[Tensor, ...]]:
-    """Return which boxes of the param lie in `tensor`, which is laid out like the flat one, and views of them; else it is a replica."""
+    """Return which boxes of the param lie in a tensor laid out like the flat one, and views of them; any other is a replica."""
     if flat.layout is Layout.WHOLE or tensor.shape != flat.tensor.shape:
         return slots.replica(tensor)
     return _cut(fragment, tensor)
@@ -178,7 +178,7 @@ def _cut(fragment: Fragment, tensor: Tensor) -> tuple[Shard, tuple[Tensor, ...]]
 
 
 def param_place(param: Any) -> tuple[Tensor, tuple[Shard, tuple[Tensor, ...]]]:
-    """Return the tensor that holds a param on this rank, and how: ZeRO 3's own partition, whether or not the param is gathered now."""
+    """Return the tensor that holds a param on this rank, and how: ZeRO 3's partition, even while the param is gathered."""
     if hasattr(param, "ds_tensor"):
         return param.ds_tensor, _cut(Fragment(param, *_held(param, 0)), param.ds_tensor)
     return param, slots.replica(param)
@@ -186,7 +186,8 @@ def param_place(param: Any) -> tuple[Tensor, tuple[Shard, tuple[Tensor, ...]]]:
 
 def pieces(flat: Flat, name_by_id: Mapping[int, str]) -> dict[str, Piece | None]:
     """Return copies of the gradient of a flat tensor, by the names of the params that lie in it."""
-    gradient, copies = flat.tensor.grad, {}
+    gradient = flat.tensor.grad
+    copies: dict[str, Piece | None] = {}
     for fragment in flat.fragments:
         if (name := name_by_id.get(id(fragment.param))) is None:
             continue
@@ -197,7 +198,9 @@ def pieces(flat: Flat, name_by_id: Mapping[int, str]) -> dict[str, Piece | None]
     return copies
 
 
-def param_slots(name: str, param: nn.Parameter, held: tuple[Flat, Fragment] | None, inner: torch.optim.Optimizer) -> Iterator[Slot]:
+def param_slots(
+    name: str, param: nn.Parameter, held: tuple[Flat, Fragment] | None, inner: torch.optim.Optimizer
+) -> Iterator[Slot]:
     """Yield the slots of one param: itself, its master where there is one, and its part of each state entry."""
     tensor, placed = param_place(param)
     yield from slots_of(name, "param", tensor, lambda _: placed)

@@ -1,12 +1,12 @@
 """DeepSpeed's compiled ops, built once and before ranks start.
 
-DeepSpeed compiles its CPU communication op at first use, through torch's extension builder, which guards the folder by a file named
-``lock`` that its maker removes. A maker that dies leaves it, and every later process waits for it for ever. Here the op is built in one
-process, guarded by a lock of the kernel's (``flock``: released at death, however it came), and a ``lock`` whose maker is gone is
-removed: no process has it open, or works in its folder as the compilers do.
+DeepSpeed compiles its CPU communication op at first use, through torch's extension builder, which guards the folder by a file
+``lock`` that its maker removes. A maker that dies leaves it, and every later process waits for it for ever. Here the op is built
+in one process, guarded by a lock of the kernel's (``flock``: released at death, however it came), and a ``lock`` whose maker is
+gone is removed: no process has it open, or works in its folder as the compilers do.
 
-``python -m truestep.backends.zero_ops`` builds what is missing. Where all is built, that takes milliseconds: a stamp beside the op says
-for which versions, and neither torch nor DeepSpeed is imported.
+``python -m truestep.backends.zero_ops`` builds what is missing. Where all is built, that takes milliseconds: a stamp beside the
+op says for which versions, and neither torch nor DeepSpeed is imported.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def folder() -> Path:
 
 
 def search_path() -> str:
-    """Return PATH with this interpreter's own programs first: ninja is installed there, whether or not the environment is active."""
+    """Return PATH with this interpreter's own programs first: ninja is there, whether or not the environment is active."""
     own, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     return path if own in path.split(os.pathsep) else os.pathsep.join((own, path))
 
@@ -118,7 +118,7 @@ def _alone(root: Path, say: Say) -> Iterator[None]:
 
 def _clear(lock: Path, say: Say) -> None:
     """Wait for the maker of one of torch's locks; remove it if there is none."""
-    for _ in _waiting(say, f"a process outside truestep is building in {lock.parent}"):
+    for _ in _waiting(say, f"another process is compiling in {lock.parent}"):
         if not lock.exists():
             return
         if not _in_use(lock):
@@ -128,7 +128,7 @@ def _clear(lock: Path, say: Say) -> None:
 
 
 def _in_use(lock: Path) -> bool:
-    """Tell whether a process has the file open or works in its folder; without /proc only our own lock speaks, and that is held."""
+    """Tell whether a process has the file open or works in its folder; without /proc only our own lock speaks, and it is ours."""
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
             continue

@@ -1,8 +1,9 @@
 """Where an engine's step really happens.
 
-``engine.step()`` steps only at the window's boundary, and may skip even there; accelerate calls it inside ``backward``. In it the inner
-optimizer's ``step`` runs once a param group (ZeRO 1 and 2) or once a sub-group (ZeRO 3), each time with the other groups emptied. So the
-engine's step is bracketed, the gradients are collected over the inner steps, and a step is told of only if there was one.
+``engine.step()`` steps only at the window's boundary, and may skip even there; accelerate calls it inside ``backward``. In it the
+inner optimizer's ``step`` runs once a param group (ZeRO 1 and 2) or once a sub-group (ZeRO 3), each time with the other groups
+emptied. So the engine's step is bracketed, the gradients are collected over the inner steps, and a step is told of only if there
+was one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from typing import Any, Final, TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -115,8 +115,16 @@ def print_finding(console: Console, cell: Cell) -> None:
     if cell.verdict == "not checked":
         lines.append(("allow", f"--allow {cell.first.code}, if that is well known"))
     for label, text in lines:
-        console.print(Padding(Text(f"{label:<9}{text}"), (0, 0, 0, 2), expand=False))
+        console.print(Text(entry(label, text, console.width if console.is_terminal else None)))
     errors = sum(finding.severity == "error" for finding in cell.findings)
     if errors > 1:
         console.print(Text(f"  and {errors - 1} more in this cell"))
     console.print()
+
+
+def entry(label: str, text: str, width: int | None) -> str:
+    """Return a labelled text, wrapped under itself to a terminal's width; in one line where there is none."""
+    head = f"  {label:<9}"
+    if width is None:
+        return head + text
+    return textwrap.fill(text, max(width, 40), initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False)

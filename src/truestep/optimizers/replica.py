@@ -177,11 +177,13 @@ class _Copying:
             parts = [self._copied(part) for part in value]
             made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         else:
-            made = self._memo[id(value)] = _shallow(value)
+            made = _shallow(value)
+            self._memo[id(value)] = made
             if made is not value:
                 parts_of = value if isinstance(value, (dict, list)) else vars(value)
                 into = made if isinstance(value, (dict, list)) else vars(made)
-                for key, part in list(parts_of.items() if isinstance(parts_of, dict) else enumerate(parts_of)):
+                pairs = parts_of.items() if isinstance(parts_of, dict) else enumerate(parts_of)
+                for key, part in list(pairs):
                     into[key] = self._copied(part)
         self._memo[id(value)] = made
         return made
@@ -206,6 +208,7 @@ def _quiet(cls: type) -> type:
     """Return the subclass of `cls` that steps without global hooks; one for each class, which goes when its replicas do."""
     if _QUIET in vars(cls):
         return cls
+    made: type
     for made in cls.__subclasses__():
         if _QUIET in vars(made):
             return made

@@ -1,17 +1,17 @@
 """Content digests: equal for equal bits, however a tensor is cut into pieces and wherever the pieces lie.
 
-The row-major bytes of the whole tensor are read as little-endian 32-bit words. With ``bits(e)`` the bits of an element at their place
-in its word ``w(e)``, and two keys per word,
+The row-major bytes of the whole tensor are read as little-endian 32-bit words. With ``bits(e)`` the bits of an element at their
+place in its word ``w(e)``, and two keys per word,
 
     S_1 = sum over elements of (bits(e)          + 2^32) key_1(w(e))   mod 2^64
     S_2 = sum over elements of (rotated(bits(e)) + 2^32) key_2(w(e))   mod 2^64      (rotated by 16 in the word)
 
-An element of 8 or 16 bytes is two or four words; its + 2^32 goes to the first. These two *lanes* are sums over elements, so they add
-over any pieces, cuts inside a word too, and over ranks, replicas once. The digest is BLAKE2b-128 of dtype, shape, S_1 and S_2. Why
-that tells contents apart is proved in docs/digests.md.
+An element of 8 or 16 bytes is two or four words; its + 2^32 goes to the first. These two *lanes* are sums over elements, so
+they add over any pieces, cuts inside a word too, and over ranks, replicas once. The digest is BLAKE2b-128 of dtype, shape, S_1
+and S_2. Why that tells contents apart is proved in docs/digests.md.
 
-Keys. With BLOCK words a block, word BLOCK·q + r has ``key_l = inner_l(r) · outer_l(q)``, each mixed from its index; all are odd but
-inner_2. So a block is weighed by one fixed table and its sum by one number, and no key is made while the bytes stream through.
+Keys. With BLOCK words a block, word BLOCK·q + r has ``key_l = inner_l(r) · outer_l(q)``, each mixed from its index; all are odd
+but inner_2. So a block is weighed by one fixed table and its sum by one number: no key is made while the bytes stream through.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import functools
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -65,8 +65,8 @@ def lanes(tensor: Tensor, box: Box, shape: tuple[int, ...]) -> Lanes:
     units, each = _units(tensor)
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for piece, count, where in _whole_words_apart(units, _scaled(rows(shape, box), each)):
-        way = _of_words if piece.device.type == "cpu" and where.length >= _LOOPED_ROW and piece.dtype == torch.int32 else _looked_up
-        sums += way(piece, each, count, where)
+        streams = piece.device.type == "cpu" and piece.dtype == torch.int32 and where.length >= _LOOPED_ROW
+        sums += (_of_words if streams else _looked_up)(piece, each, count, where)
     first, second = sums.tolist()
     return first % _MOD, second % _MOD
 

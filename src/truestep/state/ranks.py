@@ -3,14 +3,14 @@
 *Agreement* needs no collective of the process group, which hangs when a rank does not come. A *round* is one call of `agree` or
 `agreeing` on every rank, told by what is in the group's default store:
 
-    truestep/round/RANK     how many rounds this rank has begun; here, not in the process, so that a new group counts from its own start
+    truestep/round/RANK     how many rounds this rank has begun; not kept in the process: a new group counts from its own start
     truestep/ROUND/RANK     what it brings: its findings, or what it raised
     truestep/ROUND/come     how many have brought theirs
     truestep/ROUND/verdict  what all of them go by; written once, by the last that came or the first that would wait no longer
     truestep/ROUND/left     how many have read it; then rank 0, whose process often holds the store, may go on and clean up
 
-The verdict is written by compare-and-set, so that ranks never act on two: a rank that comes after the others gave it up reads that
-they did. Rounds stay in step when one ends in an error, since every rank that begins one reads its verdict or gives it up.
+The verdict is written by compare-and-set, so that ranks never act on two: a rank that comes after the others gave it up reads
+that they did. Rounds stay in step when one ends in an error: every rank that begins one goes by its verdict.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from truestep.words.errors import TrueStepError, VerifyError
 from truestep.words.finding import Finding, errors, listed, merged
@@ -48,7 +49,7 @@ def count() -> int:
 def gather(obj: Any) -> list[Any]:
     """Return the `obj` of every rank, in the order of the ranks. Collective: every rank.
 
-    Objects travel pickled, on the CPU: over gloo, by a group made for it where the default group is another. ``[obj]`` when alone.
+    Objects travel pickled, on the CPU: over gloo, by a group made for it where the default one is another. ``[obj]`` when alone.
     """
     if count() == 1:
         return [obj]
@@ -73,8 +74,8 @@ def agree(
         what: What the ranks are at, for the message; ranks at different things are told so.
 
     Raises:
-        TrueStepError: Of class `error`, on all ranks with the same findings: if any is of severity error, or ``run/rank-missing``,
-            ``run/rank-raised`` (inside `agreeing`), ``run/ranks-apart``, ``run/store-gone``.
+        TrueStepError: Of class `error`, on all ranks with the same findings, if any is of severity error: brought here, or
+            ``run/rank-missing``, ``run/rank-raised`` (inside `agreeing`), ``run/ranks-apart``, ``run/store-gone``.
     """
     mine = [finding if finding.ranks else dataclasses.replace(finding, ranks=(here(),)) for finding in findings]
     brought = {"what": what, "raised": None, "findings": [finding.to_json() for finding in mine]}
@@ -88,8 +89,8 @@ def agree(
 def agreeing(what: str, *, error: type[TrueStepError] = VerifyError, timeout: float = TIMEOUT_S) -> Iterator[None]:
     """Make an exception of the block on one rank one on every rank. Collective: every rank.
 
-    The rank that raised goes on raising its own; the others raise `error`, naming it and its message, at the end of their block or
-    at an `agree` in it. Blocks may be nested.
+    The rank that raised goes on raising its own; the others raise `error`, naming it and its message, at the end of their block
+    or at an `agree` in it. Blocks may be nested.
 
     Args:
         what: What the block does, for the message: ``"load the recipe"``.
@@ -154,7 +155,7 @@ def _verdict(brought: Brought, timeout: float) -> list[Finding]:
         return [_store_gone(brought["what"], reason)]
 
 
-def _round(store: dist.Store, brought: Brought, timeout: float) -> list[Finding]:
+def _round(store: Store, brought: Brought, timeout: float) -> list[Finding]:
     rank, world = here(), count()
     base = f"truestep/{store.add(f'truestep/round/{rank}', 1)}"
     store.set(f"{base}/{rank}", json.dumps(brought))
@@ -169,7 +170,7 @@ def _round(store: dist.Store, brought: Brought, timeout: float) -> list[Finding]
     return [Finding.from_json(data) for data in verdict["findings"]]
 
 
-def _leave(store: dist.Store, base: str, come: int, timeout: float) -> None:
+def _leave(store: Store, base: str, come: int, timeout: float) -> None:
     """Say that this rank has read the verdict. Rank 0 goes last and cleans up; the verdict stays if one is still to read it."""
     if store.add(f"{base}/left", 1) == come:
         store.set(f"{base}/done", "")
@@ -180,10 +181,10 @@ def _leave(store: dist.Store, base: str, come: int, timeout: float) -> None:
                 store.delete_key(f"{base}/{part}")
 
 
-def _wait(store: dist.Store, key: str, timeout: float) -> bool:
+def _wait(store: Store, key: str, timeout: float) -> bool:
     """Return whether the key was set in time."""
     if timeout <= 0:
-        return store.check([key])
+        return bool(store.check([key]))
     with contextlib.suppress(dist.DistStoreError):
         store.wait([key], timedelta(seconds=timeout))
         return True

@@ -4,16 +4,18 @@ A *slot* is one entry of optimizer state: of a param ``(name, key)``, of a group
 ``("@optimizer", key)``. The key ``param`` is the param itself, ``master`` its fp32 copy where a vendor keeps one. Containers are
 flattened to key paths (``Q/0``). A slot that is absent is not in the view: absent is not zero.
 
-A view copies nothing and creates nothing (``optimizer.state`` is a defaultdict: reading it must not add an entry). Its tensors are
-the live ones: writing to them writes to the optimizer.
+A view copies nothing and creates nothing (``optimizer.state`` is a defaultdict: reading it must not add an entry). Its tensors
+are the live ones: writing to them writes to the optimizer.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +24,13 @@ from truestep.state import digest, ranks
 from truestep.words.errors import TrueStepError
 from truestep.words.finding import Finding
 from truestep.words.layout import Layout, Shard
+from truestep.words.shards import Box, Cover, cover
 
 Kind: TypeAlias = Literal["tensor", "value", "opaque"]
 SlotId: TypeAlias = tuple[str, str]
+Place: TypeAlias = Callable[[Tensor], tuple[Shard, tuple[Tensor, ...]]]
+# What one rank knows of a slot's content: dtype in words, whole shape, and lanes by box (by None for a Python value).
+Content: TypeAlias = tuple[str, tuple[int, ...], Mapping["Box | None", digest.Lanes]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +62,7 @@ class Slot:
         return self.shard.shape
 
     @property
-    def boxes(self) -> tuple[Any, ...]:
+    def boxes(self) -> tuple[Box, ...]:
         """This rank's boxes."""
         return self.shard.boxes
 
@@ -68,29 +74,38 @@ class Slot:
         """
         if self.kind != "tensor":
             raise TrueStepError(f"{self.name}/{self.key} is no tensor but a {self.kind}: read .value instead")
-        mine = [(box, tensor.detach().cpu()) for box, tensor in zip(self.boxes, self.local, strict=True)]
-        everyone = ranks.gather(mine)
+        # Cloned, since a pickled view takes all of its memory along: of ZeRO, the state of every param.
+        mine = [(box, tensor.detach().cpu().clone()) for box, tensor in zip(self.boxes, self.local, strict=True)]
+        pieces = [piece for theirs in ranks.gather(mine) for piece in theirs]
+        what = f"{self.name}/{self.key}"
         if rank != "all" and ranks.here() != rank:
+            _demand_covered(self.shape, [box for box, _ in pieces], what)  # all raise, or none
             return None
-        return assemble(self.shape, [piece for pieces in everyone for piece in pieces], f"{self.name}/{self.key}")
+        return assemble(self.shape, pieces, what) if pieces else torch.empty(self.shape, dtype=self.dtype)
 
 
-def assemble(shape: tuple[int, ...], pieces: Iterable[tuple[Any, Tensor]], what: str) -> Tensor:
-    """Return the whole CPU tensor that the `(box, tensor)` pieces cover; `what` names it in the error."""
+def assemble(shape: tuple[int, ...], pieces: Iterable[tuple[Box, Tensor]], what: str) -> Tensor:
+    """Return the whole CPU tensor that the `(box, tensor)` pieces cover, a copy; `what` names it in the error.
+
+    Raises:
+        TrueStepError: If there is no piece, or they do not cover it.
+    """
     pieces = list(pieces)
     if not pieces:
-        raise TrueStepError(f"{what}: no rank holds a piece of it")
-    for box, tensor in pieces:
-        if tensor.shape == torch.Size(shape) and box.shape == tuple(shape):
-            return tensor.detach().cpu().clone()
+        raise TrueStepError(f"{what}: expected a piece of it on some rank, found none. Look at its slot on every rank.")
+    _demand_covered(shape, [box for box, _ in pieces], what)
     out = torch.empty(shape, dtype=pieces[0][1].dtype)
-    seen = torch.zeros(shape, dtype=torch.bool)
-    for box, tensor in pieces:
-        out[box.slices] = tensor.detach().cpu()
-        seen[box.slices] = True
-    if not bool(seen.all()):
-        raise TrueStepError(f"{what}: the ranks hold {int(seen.sum())} of its {seen.numel()} elements")
+    for box, tensor in dict(reversed(pieces)).items():  # of replicas the first
+        out[box.slices] = tensor.detach().cpu().reshape(box.shape)
     return out
+
+
+def _demand_covered(shape: tuple[int, ...], boxes: Iterable[Box], what: str) -> None:
+    if missing := cover(shape, set(boxes)).missing:
+        raise TrueStepError(
+            f"{what}: expected pieces that cover its shape {shape}, found none for {missing} elements. "
+            "Look at its slot's boxes on every rank."
+        )
 
 
 class StateView(Mapping[SlotId, Slot]):
@@ -99,11 +114,24 @@ class StateView(Mapping[SlotId, Slot]):
     Args:
         slots: In the order of the model's params, each param's own keys in the optimizer's order, groups and optimizer last.
         orphans: Ids of state entries whose tensor is no live param, as ``(description, keys)``.
+
+    Two views are equal only if they are one object: `diff` compares what they hold.
+
+    Raises:
+        TrueStepError: If two slots have one name and key.
     """
 
     def __init__(self, slots: Iterable[Slot], orphans: Iterable[tuple[str, tuple[str, ...]]] = ()) -> None:
-        self._slot_by_id = {(slot.name, slot.key): slot for slot in slots}
+        self._slot_by_id: dict[SlotId, Slot] = {}
+        for slot in slots:
+            if self._slot_by_id.setdefault((slot.name, slot.key), slot) is not slot:
+                raise TrueStepError(
+                    f"expected one slot {slot.name}/{slot.key}, found two. Give the models or optimizers names: pass a mapping."
+                )
         self.orphans = tuple(orphans)
+
+    __eq__ = object.__eq__  # that of Mapping would compare slots, which are equal only if they are one object
+    __hash__ = object.__hash__
 
     def __getitem__(self, slot_id: SlotId) -> Slot:
         return self._slot_by_id[slot_id]
@@ -133,25 +161,19 @@ class StateView(Mapping[SlotId, Slot]):
         Opaque objects have no digest and are left out.
 
         Raises:
-            TrueStepError: With ``ranks/replicas-differ`` findings, if ranks hold different content of the same box.
+            TrueStepError: With ``ranks/replicas-differ`` findings, if ranks hold different content of the same box; with
+                ``state/pieces`` findings, if the boxes of all ranks do not cover a slot once.
         """
-        mine = {slot_id: _lanes(slot) for slot_id, slot in self.items() if slot.kind != "opaque"}
-        merged_by_id: dict[SlotId, dict[Any, Any]] = {}
-        about: dict[SlotId, tuple[str, tuple[int, ...]]] = {}
-        apart: dict[SlotId, set[int]] = {}
-        for rank, theirs in enumerate(ranks.gather(mine)):
-            for slot_id, (dtype, shape, lanes_by_box) in theirs.items():
-                about.setdefault(slot_id, (dtype, shape))
-                known = merged_by_id.setdefault(slot_id, {})
-                for box, lanes in lanes_by_box.items():
-                    if known.setdefault(box, lanes) != lanes or about[slot_id] != (dtype, shape):
-                        apart.setdefault(slot_id, set()).add(rank)
-        if apart:
-            raise TrueStepError("", [_replicas_differ(slot_id, where) for slot_id, where in apart.items()])
-        return {
-            f"{name}/{key}": digest.digest(*about[name, key], digest.total(lanes_by_box.values()))
-            for (name, key), lanes_by_box in merged_by_id.items()
+        with ranks.agreeing("take digests", error=TrueStepError):
+            mine = {slot_id: _content(slot) for slot_id, slot in self.items() if slot.kind != "opaque"}
+        everyone: list[dict[SlotId, Content]] = ranks.gather(mine)
+        found = {
+            slot_id: _digest(slot_id, {rank: theirs[slot_id] for rank, theirs in enumerate(everyone) if slot_id in theirs})
+            for slot_id in dict.fromkeys(slot_id for theirs in everyone for slot_id in theirs)
         }
+        if findings := [what for what in found.values() if isinstance(what, Finding)]:
+            raise TrueStepError("", findings)
+        return {f"{name}/{key}": str(what) for (name, key), what in found.items()}
 
     def diff(self, other: StateView) -> list[Finding]:
         """Return what differs between this rank's two views, bit for bit; a slot that only one has is a difference of its own."""
@@ -167,60 +189,106 @@ class StateView(Mapping[SlotId, Slot]):
 
 
 def difference(mine: Slot, theirs: Slot) -> tuple[str, str] | None:
-    """Return what `mine` has and what `theirs` has instead, in words, or None if they are bitwise one."""
-    if mine.kind != theirs.kind or mine.dtype != theirs.dtype or mine.shard != theirs.shard:
+    """Return what `mine` has and what `theirs` has instead, in words, or None if they are bitwise one, layouts apart."""
+    if (mine.kind, mine.dtype, mine.shape, mine.boxes) != (theirs.kind, theirs.dtype, theirs.shape, theirs.boxes):
         return _about(mine), _about(theirs)
     if mine.kind != "tensor":
         same = mine.value is theirs.value or (type(mine.value) is type(theirs.value) and repr(mine.value) == repr(theirs.value))
         return None if same else (repr(mine.value), repr(theirs.value))
     for box, ours, others in zip(mine.boxes, mine.local, theirs.local, strict=True):
         if not digest.bitwise_equal(ours, others):
-            away = (others.detach().double().cpu() - ours.detach().double().cpu()).abs().max().item()
-            return "the same bits", f"values up to {away:.3g} away in {box.start} to {box.stop}"
+            return "the same bits", _distance(ours, others, box)
     return None
 
 
+def _distance(ours: Tensor, others: Tensor, box: Box) -> str:
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    before, after = ours.detach().cpu().to(wide), others.detach().cpu().to(wide).reshape(ours.shape)
+    return f"values up to {(after - before).abs().max().item():.3g} away in {box.start} to {box.stop}"
+
+
 def _about(slot: Slot) -> str:
-    return f"{slot.kind} {slot.dtype or type(slot.value).__name__} {slot.shape} ({slot.shard.numel} elements here)"
+    if slot.kind != "tensor":
+        return f"{slot.kind} {type(slot.value).__name__}"
+    where = ", ".join(f"{box.start} to {box.stop}" for box in slot.boxes) or "nothing of it"
+    return f"{slot.dtype} {slot.shape} (here {where})"
 
 
 def _differs(slot_id: SlotId, expected: str, found: str) -> Finding:
-    name, key = slot_id
-    param = None if name.startswith("@") else name
-    return Finding("drift/differs", "drift", "error", param, key if param else f"{name}/{key}", expected, found)
+    return Finding("drift/differs", "drift", "error", *_named(slot_id), expected, found)
 
 
-def _replicas_differ(slot_id: SlotId, where: set[int]) -> Finding:
+def _named(slot_id: SlotId) -> tuple[str | None, str]:
+    """Return ``param, key`` as findings have them: no param for what groups and optimizers keep."""
     name, key = slot_id
+    return (None, f"{name}/{key}") if name.startswith("@") else (name, key)
+
+
+def _frozen(slot: Slot) -> Slot:
+    local = tuple(tensor.detach().to("cpu", copy=True) for tensor in slot.local)
+    value = copy.deepcopy(slot.value) if slot.kind == "value" else slot.value  # a list goes on growing
+    return dataclasses.replace(slot, local=local, value=value, device=torch.device("cpu") if local else slot.device)
+
+
+# -- Digests of what several ranks hold
+
+
+def _content(slot: Slot) -> Content:
+    if slot.kind == "value":
+        return type(slot.value).__name__, (), {None: digest.value_lanes(slot.value)}
+    pieces = [(box, tensor) for box, tensor in zip(slot.boxes, slot.local, strict=True) if box.numel]
+    return str(slot.dtype), slot.shape, {box: digest.lanes(tensor, box, slot.shape) for box, tensor in pieces}
+
+
+def _digest(slot_id: SlotId, content_by_rank: Mapping[int, Content]) -> str | Finding:
+    """Return the digest of one slot from what the ranks hold of it, or why it has none."""
+    dtype, shape, _ = next(iter(content_by_rank.values()))
+    lanes_by_box: dict[Box | None, digest.Lanes] = {}
+    apart = []
+    for rank, (its_dtype, its_shape, its_lanes) in content_by_rank.items():
+        known = {box: lanes_by_box.setdefault(box, lanes) for box, lanes in its_lanes.items()}
+        if (its_dtype, its_shape, known) != (dtype, shape, its_lanes):
+            apart.append(rank)
+    if apart:
+        return _replicas_differ(slot_id, apart)
+    covered = cover(shape, [box for box in lanes_by_box if box is not None])
+    if not covered.exact and None not in lanes_by_box:
+        return _not_covered(slot_id, shape, covered)
+    return digest.digest(dtype, shape, digest.total(lanes_by_box.values()))
+
+
+def _replicas_differ(slot_id: SlotId, where: Sequence[int]) -> Finding:
     return Finding(
         "ranks/replicas-differ",
         "ranks",
         "error",
-        None if name.startswith("@") else name,
-        key,
+        *_named(slot_id),
         expected="the same bits on every rank that holds this part",
         found="other bits than on the first rank that holds it",
         fix="Look for a reduction that one rank missed: run truestep verify.",
-        ranks=tuple(sorted(where)),
+        ranks=tuple(where),
     )
 
 
-def _frozen(slot: Slot) -> Slot:
-    local = tuple(tensor.detach().cpu().clone() for tensor in slot.local)
-    return dataclasses.replace(slot, local=local, device=torch.device("cpu") if local else slot.device)
+def _not_covered(slot_id: SlotId, shape: tuple[int, ...], covered: Cover) -> Finding:
+    return Finding(
+        "state/pieces",
+        "state",
+        "error",
+        *_named(slot_id),
+        expected=f"pieces that cover its shape {shape} once",
+        found=f"{covered.missing} elements on no rank, {covered.doubled} in pieces that overlap",
+        fix="Look for a rank whose state was not created or loaded.",
+    )
 
 
-def _lanes(slot: Slot) -> tuple[str, tuple[int, ...], dict[Any, Any]]:
-    if slot.kind == "value":
-        return type(slot.value).__name__, (), {None: digest.value_lanes(slot.value)}
-    lanes_by_box = {
-        box: digest.lanes(tensor, box, slot.shape) for box, tensor in zip(slot.boxes, slot.local, strict=True) if box.numel
-    }
-    return str(slot.dtype), slot.shape, lanes_by_box
+# -- From live state to slots
 
 
-def slots_of(name: str, key: str, value: Any, place: Any) -> Iterator[Slot]:
+def slots_of(name: str, key: str, value: Any, place: Place) -> Iterator[Slot]:
     """Yield the slots of one state entry: containers flattened to key paths, tensors cut by `place`.
+
+    A container of nothing, or a sequence of plain values alone, is one slot of kind ``value``.
 
     Args:
         name: Owner of the entry.
@@ -231,19 +299,30 @@ def slots_of(name: str, key: str, value: Any, place: Any) -> Iterator[Slot]:
     if isinstance(value, Tensor):
         shard, local = place(value)
         yield Slot(name, key, "tensor", shard, local, dtype=value.dtype, device=value.device)
-    elif isinstance(value, Mapping):
-        for part, inner in value.items():
-            yield from slots_of(name, f"{key}/{part}", inner, place)
-    elif isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
-        if value and all(isinstance(inner, (int, float, bool, type(None), str)) for inner in value):
-            yield Slot(name, key, "value", _NO_SHARD, value=value)
-        else:
-            for index, inner in enumerate(value):
-                yield from slots_of(name, f"{key}/{index}", inner, place)
-    elif isinstance(value, (bool, int, float, complex, str, type(None))):
-        yield Slot(name, key, "value", _NO_SHARD, value=value)
-    else:
-        yield Slot(name, key, "opaque", _NO_SHARD, value=value)
+        return
+    parts = _parts(value)
+    if parts is None:
+        yield Slot(name, key, "value" if _is_plain(value) else "opaque", _NO_SHARD, value=value)
+        return
+    for part, inner in parts:
+        yield from slots_of(name, f"{key}/{part}", inner, place)
 
 
-_NO_SHARD = Shard(Layout.WHOLE, (), ())
+def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return what a container is flattened to, by its parts' names; None if it is one slot."""
+    if isinstance(value, Mapping):
+        return value.items() if value else None
+    if not isinstance(value, _SEQUENCES) or _is_plain(value):
+        return None
+    return enumerate(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, _SEQUENCES):
+        return all(isinstance(inner, _PLAIN) for inner in value)
+    return isinstance(value, _PLAIN) or (isinstance(value, dict) and not value)
+
+
+_SEQUENCES: Final = (list, tuple, deque)
+_PLAIN: Final = (bool, int, float, complex, str, type(None))
+_NO_SHARD: Final = Shard(Layout.WHOLE, (), ())

@@ -15,9 +15,9 @@ from truestep.backends.base import Session, Settings
 from truestep.state import ranks
 from truestep.verification import link, planted, worker
 from truestep.verification.cell import CellPlan, seed_everything
-from truestep.verification.loop import Loop, own_items, window_weights
-from truestep.verification.record import Recorder, rng_states, restore_rng
-from truestep.verification.recipe import Recipe, load, optimizer_factory
+from truestep.verification.loop import Loop, measured_reduction, own_items, window_weights
+from truestep.verification.record import Recorder, restore_rng, rng_states
+from truestep.verification.recipe import Recipe, load
 from truestep.words.errors import VerifyError
 
 
@@ -47,7 +47,8 @@ def _train(plan: CellPlan, connection: Any, clean_up: ExitStack) -> None:
     )
     for fault in faults:
         settings = fault.settings(settings) if fault.settings else settings
-    make_optimizer = optimizer_factory(plan.optimizer) if plan.optimizer else recipe.optimizer
+    reduction = recipe.reduction or measured_reduction(recipe, model, batches.window(1)[0])
+    make_optimizer = recipe.optimizer_named(plan.optimizer)
     session = base.wrap(plan.backend, model, make_optimizer, settings)
     clean_up.callback(session.close)
     _need_keys(plan, faults, session)
@@ -61,8 +62,10 @@ def _train(plan: CellPlan, connection: Any, clean_up: ExitStack) -> None:
     for fault in faults:
         if fault.tamper:
             fault.tamper(session, count, plan.micro_batches)
-    run_step = _own_step(recipe, recorder, session, scheduler, plan, count) if recipe.train_step is None else None
-    run_step = run_step or _their_step(recipe, recorder, session, scheduler, clean_up)
+    if recipe.train_step is None:
+        run_step = _own_step(recipe, recorder, session, scheduler, plan, count, reduction)
+    else:
+        run_step = _their_step(recipe, recorder, session, scheduler, clean_up)
     link.send(connection, {"rank": rank, "warnings": session.warnings(), "settings": _about(session)})
     for step in range(1, plan.steps + 1):
         window = batches.window(step)
@@ -142,10 +145,10 @@ def schedulable(session: Session) -> frozenset[str]:
 
 
 def _own_step(
-    recipe: Recipe, recorder: Recorder, session: Session, scheduler: Any, plan: CellPlan, count: int
+    recipe: Recipe, recorder: Recorder, session: Session, scheduler: Any, plan: CellPlan, count: int, reduction: str
 ) -> Callable[[list[Any]], float | None]:
     step_each = "step-every-micro-batch" in plan.faults
-    loop = Loop(recorder.loss(recipe.loss), recipe.num_items, recipe.reduction or "mean", recipe.max_norm, scheduler, step_each)
+    loop = Loop(recorder.loss(recipe.loss), recipe.num_items, reduction, recipe.max_norm, scheduler, step_each)
 
     def step(window: list[Any]) -> None:
         mine = own_items(recipe.num_items, window) if recipe.num_items else None

@@ -52,7 +52,7 @@ _VALUES: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     "deepspeed_config": ("a mapping", lambda value: isinstance(value, Mapping)),
 }
 _PRIVATE: Final = "_truestep_recipe_"
-_EXPECTED: Final = "a built-in name, a .py file, FILE.py:OBJECT, MODULE or MODULE:OBJECT"
+_EXPECTED: Final = f"a built-in recipe ({', '.join(BUILT_IN)}), a .py file, FILE.py:OBJECT, MODULE or MODULE:OBJECT"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Recipe:
         scheduler: ``optimizer -> scheduler``.
         reference_optimizer: What one process should run where `optimizer` is itself distributed.
         wrap: ``(model, backend) -> model``, instead of the backend's own wrapping.
-        reduction: What the loss is over its own items: ``mean``, ``sum``, or None if neither.
+        reduction: What the loss is over its own items: ``mean`` or ``sum``; None: found out by trying.
         deepspeed_config: Entries to merge over the DeepSpeed config of the backend.
         name: For people.
         source: The file or dotted name it came from.
@@ -89,7 +89,7 @@ class Recipe:
     scheduler: Callable[[Any], Any] | None = None
     reference_optimizer: MakeOptimizer | None = None
     wrap: Callable[[Any, str], Any] | None = None
-    reduction: Reduction | None = "mean"
+    reduction: Reduction | None = None
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     source: str = ""
@@ -304,7 +304,7 @@ def _on_path(folder: Path) -> Iterator[None]:
 
 def _meant(name: str, known: Iterable[str]) -> str:
     by_lower = {key.lower(): key for key in sorted(known, reverse=True)}  # Of `AdamW` and `adamw` the first.
-    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name.lower(), by_lower, n=5, cutoff=0.6)
     return f" Did you mean {' or '.join(by_lower[key] for key in near)}?" if near else ""
 
 

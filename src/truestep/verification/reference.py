@@ -31,8 +31,18 @@ from truestep.words.finding import Finding
 from truestep.words.names import clean
 
 
-def serve(plan: CellPlan, where: link.Address) -> dict[str, Any]:
-    """Judge one cell: receive every rank's records, step by step; return findings, checks and losses."""
+def serve(plan: CellPlan, where: link.Address) -> dict[str, Any] | None:
+    """Judge one cell: receive every rank's records, step by step; return findings, checks and losses.
+
+    None if a rank hung up before its last step: what became of it is the launcher's to tell.
+    """
+    try:
+        return _serve(plan, where)
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _serve(plan: CellPlan, where: link.Address) -> dict[str, Any]:
     with link.listen(where) as listener:
         connections = [listener.accept() for _ in range(plan.world_size)]
     hellos = sorted(((link.receive(connection), connection) for connection in connections), key=lambda pair: pair[0]["rank"])
@@ -217,23 +227,21 @@ class Reference:
         """Run one micro-batch as its rank did; return the local gradients and what they count in the window's."""
         if micro_batch is None:  # it never reached the step: what it would have given
             return self._run(batch, None, None)[1], weight
-        loss, own = self._run(batch, micro_batch, None)
-        factor = micro_batch.factor
+        seen = micro_batch.factor if micro_batch.factors_seen == 1 and _usable(micro_batch.factor) else None
+        loss, own = self._run(batch, micro_batch, seen)
         if micro_batch.loss is not None:
             self._forward(record, micro_batch, loss)
-        else:
-            factor = reached_factor(micro_batch.root, loss, self._plan)
+        factor = micro_batch.factor if micro_batch.loss is not None else reached_factor(micro_batch.root, loss, self._plan)
         if factor is None or micro_batch.factors_seen > 1:
             self.sheet.not_checked("backward", "the factor that reached the loss was not seen: train_step does not call the recipe's loss")
             ratio = float(micro_batch.root) / float(loss) if micro_batch.root is not None and float(loss) else 1.0
             return micro_batch.gradients, weight / ratio
-        value = float(factor)
-        if value == 0 or not math.isfinite(value):
+        if not _usable(factor):  # nothing of this micro-batch can be in the gradient: judged by what it would have given
             return own, weight
-        if value != 1.0:
+        if seen is None and float(factor) != 1.0:
             loss, own = self._run(batch, micro_batch, factor)
         self._compare_backward(record, batch, micro_batch, factor, own)
-        return micro_batch.gradients, weight / value
+        return micro_batch.gradients, weight / float(factor)
 
     def _forward(self, record: StepRecord, micro_batch: MicroBatch, loss: Tensor) -> None:
         if bitwise_equal(loss, micro_batch.loss) or record.contract.operators_replaced:
@@ -405,6 +413,10 @@ def tensors_equal(mine: Any, theirs: Any) -> bool:
     if hasattr(mine, "__dict__") and vars(mine):
         return tensors_equal(vars(mine), vars(theirs))
     return bool(mine == theirs)
+
+
+def _usable(factor: Tensor | None) -> bool:
+    return factor is not None and bool(factor.isfinite()) and float(factor) != 0
 
 
 def _alike(mine: Tensor | None, theirs: Tensor | None) -> bool:

@@ -119,7 +119,7 @@ def subtract(a: Box, b: Box) -> tuple[Box, ...]:
     if shared is None:
         return (a,)
     rest, left = [], a
-    for dim in range(len(a.start)):  # cut off what lies before and after `shared` on this axis; what is left shares its range here
+    for dim in range(len(a.start)):  # cut off what lies before and after `shared` on this axis; the rest goes on to the next
         before = _along(left, dim, left.start[dim], shared.start[dim])
         after = _along(left, dim, shared.stop[dim], left.stop[dim])
         rest += [part for part in (before, after) if part.numel]
@@ -128,7 +128,7 @@ def subtract(a: Box, b: Box) -> tuple[Box, ...]:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    """Return the boxes that make up a flat range, in row-major order: at most 2·ndim−1 (1 of a 0-d tensor), none of an empty range.
+    """Return the boxes that make up a flat range, in row-major order: at most 2·ndim−1 (1 if 0-d), none of an empty range.
 
     Each is itself a run of the row-major order, so a flat piece is cut into them by their `numel` alone; see `runs`.
 
@@ -145,7 +145,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, 
 
 
 def runs(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[int, Box]]:
-    """Return ``(offset in the range, box)`` of each box of a flat range: ``piece[offset:offset + box.numel]`` is that box, row-major.
+    """Return ``(offset in the range, box)`` of each box of a flat range: ``piece[offset : offset + box.numel]`` is that box.
 
     Raises:
         ValueError: As `boxes_of_range`.
