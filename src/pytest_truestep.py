@@ -197,9 +197,8 @@ def _headline(said: list[Said]) -> str:
     for rank, one in enumerate(said):
         ranks_by_end.setdefault((one.outcome, one.reason), []).append(str(rank))
     ends = sorted(ranks_by_end.items(), key=lambda end: end[0][0] != "failed")
-    return "; ".join(
-        f"{outcome} on rank {', '.join(ranks)}" + (f": {reason}" * bool(reason)) for (outcome, reason), ranks in ends
-    )
+    told = (f"{outcome} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {reason}" for (outcome, reason), ranks in ends)
+    return "; ".join(end.removesuffix(": ") for end in told)
 
 
 # --- the ranks' side

@@ -1,19 +1,12 @@
 """DeepSpeed engines against one process: the same content, the same gradients, the same steps."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 from torch import nn
 
 from truestep.backends import base
 from truestep.backends.base import Settings
-from truestep.backends.zero_layout import offsets, overlap
 from truestep.state.view import assemble
-from truestep.words.errors import UnsupportedError
 
 pytest.importorskip("deepspeed")
 
@@ -220,7 +213,7 @@ def test_a_view_creates_nothing_and_is_live(backend, rank, world_size):
         view = session.view()
         assert len(inner.state) == 0
         assert view.names == [name for name, _ in Net().named_parameters()]
-        assert {key for _, key in view if not _.startswith("@")} <= {"param", "master"}
+        assert {key for name, key in view if not name.startswith("@")} <= {"param", "master"}
         Steps(session).window(0, 1, rank)
         count = len(inner.state)
         view = session.view()
@@ -232,15 +225,10 @@ def test_a_view_creates_nothing_and_is_live(backend, rank, world_size):
         for key in {key for name, key in view if name == "cube"} & {"exp_avg", "master"}:
             again = session.view()["cube", key].full("all")
             assert torch.equal(again, torch.arange(42.0).reshape(2, 3, 7))
-        assert sum(int(tensor.eq(41).any()) for entry in inner.state.values() for tensor in entry.values()) == (
-            1 if session.view()["cube", "exp_avg"].shard.numel and 41 in _held(session.view()["cube", "exp_avg"]) else 0
-        )
+        held = any(bool(tensor.eq(41).any()) for entry in inner.state.values() for tensor in entry.values())
+        assert any(gathered(held))  # in the optimizer's own tensors, on the rank that holds the last element
     finally:
         session.close()
-
-
-def _held(slot):
-    return {int(value) for tensor in slot.local for value in tensor.flatten()}
 
 
 @pytest.mark.truestep(world_size=2)
@@ -381,88 +369,3 @@ def test_a_rebuilt_adagrad_is_told_from_one_that_steps(backend, rank, world_size
         assert set(identity.live.values()) == {key for key, param in Net().named_parameters() if param.requires_grad}
         assert set(identity.frozen.values()) == {"frozen.weight", "frozen.bias"}
         assert set(identity.state_keys) <= set(identity.live)
-
-
-@pytest.mark.truestep(world_size=2)
-def test_an_engine_whose_config_is_silent_on_clipping_is_warned_of(rank, world_size):
-    import deepspeed
-
-    def users_own(model, backend):
-        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-    session = base.wrap("zero2", Net(), OPTIMIZERS["adamw"], Settings(wrap=users_own))
-    again = base.attach(session.model)
-    try:
-        for each in (session, again):
-            assert [finding.code for finding in each.warnings()] == ["gradient/engine-clips-by-default"]
-        assert again.backend == "zero2"
-        assert again.view().digests() == session.view().digests()
-        with pytest.raises(UnsupportedError, match="Pass the engine"):
-            base.attach(session.model.module, session.model.optimizer)
-        with pytest.raises(UnsupportedError, match="2 models"):
-            base.attach([session.model, session.model])
-    finally:
-        session.close()
-    ours = made("zero2", OPTIMIZERS["adamw"])
-    assert ours.warnings() == []
-    ours.close()
-
-
-@pytest.mark.truestep(world_size=2)
-def test_what_an_engine_cannot_hold_is_refused_in_one_message(rank, world_size):
-    adamw = OPTIMIZERS["adamw"]
-    mixed = Net()
-    mixed.middle.bfloat16()
-
-    def several(params):
-        return [adamw([param]) for _, param in params[:2]]
-
-    with pytest.raises(UnsupportedError, match="2 models"):
-        base.wrap("zero1", [Net(), Net()], adamw, Settings())
-    with pytest.raises(UnsupportedError, match="2 optimizers"):
-        base.wrap("zero1", Net(), several, Settings())
-    scalar = Net()
-    scalar.gain = nn.Parameter(torch.tensor(2.0))
-    with pytest.raises(UnsupportedError, match="0-d params .* found gain"):
-        base.wrap("zero2", scalar, adamw, Settings())
-    with pytest.raises(UnsupportedError, match="found torch.bfloat16 and torch.float32"):
-        base.wrap("zero3", mixed, adamw, Settings())
-
-
-def test_an_overlap_is_given_in_both_coordinates():
-    lengths, size = [5, 1, 8, 3], 6
-    places = []
-    for part in range(3):
-        for index, (offset, length) in enumerate(zip(offsets(lengths), lengths, strict=True)):
-            into, start, stop = overlap(offset, length, part * size, part * size + size)
-            places += [(index, start + step, part * size + into + step) for step in range(stop - start)]
-    expected = [(index, inside) for index, length in enumerate(lengths) for inside in range(length)]
-    assert places == [(*where, place) for place, where in enumerate(expected)]
-
-
-def test_a_process_group_that_was_made_anew_is_joined_again(tmp_path):
-    script = textwrap.dedent("""
-        import torch, sys
-        from truestep.backends import base
-        for attempt in range(2):
-            torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{attempt}", rank=0, world_size=1)
-            for backend in ("zero1", "zero3"):
-                session = base.wrap(backend, torch.nn.Linear(3, 2), lambda params: torch.optim.SGD([p for _, p in params], 0.1),
-                                    base.Settings())
-                with session.micro_batch(last=True):
-                    session.backward(session.model(torch.ones(1, 3)).sum())
-                session.step()
-                assert session.view()["weight", "param"].full().shape == (2, 3)
-                session.close()
-            torch.distributed.destroy_process_group()
-        print("joined twice")
-    """)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(key, None)
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "joined twice"

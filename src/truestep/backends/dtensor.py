@@ -132,7 +132,6 @@ class ShardedSession(TorchSession):
         """Return the context of one micro-batch: gradients are reduced in the last only."""
         return self._switched(last)
 
-
     def plant(self, fault: str) -> None:
         """Keep the reduction off, or set the divide factor to 1."""
         roots = [root for root in self._modules if isinstance(root, FSDPModule)]
@@ -196,7 +195,9 @@ def _alone(block: nn.Module, uses: dict[int, int]) -> bool:
 def recognises(model: Any, optimizer: Any) -> bool:
     """Return whether some model here is, or holds, an FSDP2 module."""
     modules = [module for _, module in slots.labelled_items(model)]
-    return all(isinstance(module, nn.Module) for module in modules) and any(sharded_modules(unwrapped(module)) for module in modules)
+    return all(isinstance(module, nn.Module) for module in modules) and any(
+        sharded_modules(unwrapped(module)) for module in modules
+    )
 
 
 def attach(model: Any, optimizer: Any) -> ShardedSession:

@@ -60,7 +60,9 @@ class PlainSession(TorchSession):
         return [module for module in map(uncompiled, self._wrapped) if isinstance(module, DistributedDataParallel)]
 
 
-def wrap(backend: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any], settings: Settings) -> PlainSession:
+def wrap(
+    backend: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any], settings: Settings
+) -> PlainSession:
     """Wrap each model by DDP, or leave it for `single`; the params stay the same objects."""
     wrapped = model
     if settings.wrap is not None:
@@ -77,7 +79,8 @@ def _ddp(module: nn.Module, settings: Settings) -> nn.Module:
     return DistributedDataParallel(module, find_unused_parameters=bool(settings.unused))
 
 
-def _summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+# DDP compares a hook's annotations with its own classes, and knows them not as the strings that they are here: so it has none.
+def _summed(state, bucket):  # type: ignore[no-untyped-def]
     """Reduce a bucket by sum: DDP itself divides by the ranks, a hook has to."""
     reduced = dist.all_reduce(bucket.buffer(), async_op=True)
     return reduced.get_future().then(lambda future: future.value()[0])

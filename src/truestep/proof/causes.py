@@ -77,6 +77,12 @@ class Seen:
         """Return the one value of all these ratios, or None."""
         return common(ratios, self.fit.blur)
 
+    @property
+    def divided(self) -> bool:
+        """Whether each local gradient was divided by K before it was reduced: such a one counts 1 / W in the mean."""
+        share = self.common(expected for row in self.expected for expected in row)
+        return share is not None and self.near(share * self.n_ranks, 1.0)
+
     def silent_ranks(self) -> list[int]:
         """Return the ranks of whose gradients nothing is in it."""
         return [rank for rank, row in enumerate(self.ratios) if self._zero(row)]
@@ -213,6 +219,8 @@ def _times(n_ranks: bool, n_micros: bool, inverse: bool) -> Callable[[Seen], Mat
     def match(seen: Seen) -> Matched:
         if (n_ranks and seen.n_ranks == 1) or (n_micros and seen.n_micros == 1):
             return None
+        if n_micros and not inverse and seen.divided:
+            return None
         size = (seen.n_ranks if n_ranks else 1) * (seen.n_micros if n_micros else 1)
         factor = 1 / size if inverse else float(size)
         if not (seen.known and all(abs(ratio - factor) <= seen.fit.blur * factor for ratio in seen.known)):
@@ -224,7 +232,7 @@ def _times(n_ranks: bool, n_micros: bool, inverse: bool) -> Callable[[Seen], Mat
 
 def _ranks_or_micros(inverse: bool) -> Callable[[Seen], Matched]:
     by_ranks, by_micros = _times(True, False, inverse), _times(False, True, inverse)
-    return lambda seen: by_ranks(seen) if by_micros(seen) is not None else None
+    return lambda seen: by_ranks(seen) if by_ranks(seen) is not None and by_micros(seen) is not None else None
 
 
 def _scaled(seen: Seen) -> Matched:

@@ -117,7 +117,7 @@ def _bring_exception(exception: BaseException, what: str, timeout: float) -> Non
         "raised": f"{type(exception).__name__}: {exception}",
         "findings": [finding.to_json() for finding in findings],
     }
-    _verdict(brought, timeout if isinstance(exception, Exception) else 0.0)
+    _verdict(brought, timeout, waits=isinstance(exception, Exception))
     _agreed(exception)
 
 
@@ -143,23 +143,27 @@ def _control_group() -> Any:
 # -- One round
 
 
-def _verdict(brought: Brought, timeout: float) -> list[Finding]:
+def _verdict(brought: Brought, timeout: float, waits: bool = True) -> list[Finding]:
     """Bring this rank's part to the next round and return what all ranks go by."""
     if count() == 1:
         return _findings_of({here(): brought}, 1, timeout)
     try:
-        return _round(dist.distributed_c10d._get_default_store(), brought, timeout)
+        return _round(dist.distributed_c10d._get_default_store(), brought, timeout, waits)
     except dist.DistError as reason:
         if isinstance(reason, dist.DistBackendError):
             raise
         return [_store_gone(brought["what"], reason)]
 
 
-def _round(store: Store, brought: Brought, timeout: float) -> list[Finding]:
+def _round(store: Store, brought: Brought, timeout: float, waits: bool) -> list[Finding]:
+    """Take part in a round; without `waits` leave it at once, unless the others wait for this rank alone."""
     rank, world = here(), count()
     base = f"truestep/{store.add(f'truestep/round/{rank}', 1)}"
     store.set(f"{base}/{rank}", json.dumps(brought))
     if store.add(f"{base}/come", 1) < world:
+        if not waits:
+            store.add(f"{base}/left", 1)
+            return []
         _wait(store, f"{base}/verdict", timeout)
     if not store.check([f"{base}/verdict"]):
         come = {other: json.loads(store.get(f"{base}/{other}")) for other in range(world) if store.check([f"{base}/{other}"])}
@@ -183,10 +187,8 @@ def _leave(store: Store, base: str, come: int, timeout: float) -> None:
 
 def _wait(store: Store, key: str, timeout: float) -> bool:
     """Return whether the key was set in time."""
-    if timeout <= 0:
-        return bool(store.check([key]))
     with contextlib.suppress(dist.DistStoreError):
-        store.wait([key], timedelta(seconds=timeout))
+        store.wait([key], timedelta(seconds=max(timeout, 0.001)))  # to a store, 0 is for ever
         return True
     return False
 

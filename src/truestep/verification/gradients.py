@@ -17,6 +17,8 @@ from truestep.verification.sheet import Sheet
 from truestep.verification.whole import whole_gradients
 from truestep.words.finding import SHOWN_AT_MOST, Finding
 
+# A param, the ranks that hold this gradient of it, the gradient (None: absent), and where it is furthest out.
+Failed = tuple[str, tuple[int, ...], "Tensor | None", "bounds.Worst | None"]
 Local = Sequence[Sequence[Mapping[str, Tensor]]]  # [rank][micro-batch] -> name -> gradient
 
 
@@ -63,7 +65,8 @@ def reduced(records: Sequence[StepRecord]) -> Reduced:
     """Return the reduced gradient of a step from all ranks' records."""
     names = list(dict.fromkeys(name for record in records for name in record.entering))
     entering = {name: whole_gradients([record.entering.get(name) for record in records], name) for name in names}
-    found, clipped = dict(entering), {}
+    found = dict(entering)
+    clipped: dict[str, float] = {}
     for place, clip in enumerate(records[0].clips):
         for name in names:
             if clip.unclipped is None:
@@ -81,7 +84,7 @@ def _clip(record: StepRecord, place: int) -> Clip:
 
 def judge_reduction(sheet: Sheet, window: Window, seen: Reduced, contract: Contract, shapes: Mapping[str, torch.Size]) -> None:
     """Judge every param's reduced gradient against the sum of the local ones; name the cause where it fails."""
-    failed: list[tuple[str, tuple[int, ...], Tensor | None, bounds.Worst | None]] = []
+    failed: list[Failed] = []
     for name in shapes:
         if name in seen.entering:
             failed += _judge(sheet, name, window, seen, contract, shapes[name])
@@ -92,9 +95,7 @@ def judge_reduction(sheet: Sheet, window: Window, seen: Reduced, contract: Contr
         sheet.add(_finding(name, ranks, worst, told, window, len({row[0] for row in failed})), "reduce")
 
 
-def _judge(
-    sheet: Sheet, name: str, window: Window, seen: Reduced, contract: Contract, shape: torch.Size
-) -> list[tuple[str, tuple[int, ...], Tensor | None, bounds.Worst | None]]:
+def _judge(sheet: Sheet, name: str, window: Window, seen: Reduced, contract: Contract, shape: torch.Size) -> list[Failed]:
     made = name in window.made
     if not seen.found[name]:
         any_due = made and any(gradient.any() for row in window.of(name, shape) for gradient in row)
@@ -106,7 +107,7 @@ def _judge(
     else:
         zeros = torch.zeros(shape, dtype=torch.float64)
         expected = bounds.Expected(zeros, zeros)
-    failed = []
+    failed: list[Failed] = []
     for ranks, gradient in seen.found[name]:
         worst = bounds.worst(gradient, expected)
         if worst.ratio <= 1:
@@ -128,7 +129,9 @@ def _expected(
         return None
     if bounds.says_nothing(micro_batches + 1, bounds.unit_roundoff(contract.accumulate_dtype)):
         if any(len(set(row)) > 1 for row in coefficients):
-            sheet.not_checked("reduce", f"{micro_batches} unequally weighted micro-batches add up in {accumulate}: no bound says anything")
+            sheet.not_checked(
+                "reduce", f"{micro_batches} unequally weighted micro-batches add up in {accumulate}: no bound says anything"
+            )
             return None
         local = [[bounds.replayed(row, contract.accumulate_dtype)] for row in local]
         coefficients, accumulate = [row[:1] for row in coefficients], None
@@ -141,7 +144,7 @@ def _expected(
     )
 
 
-def _cause(failed: Sequence[tuple[str, tuple[int, ...], Tensor | None, bounds.Worst | None]], window: Window) -> causes.Cause | None:
+def _cause(failed: Sequence[Failed], window: Window) -> causes.Cause | None:
     first_ranks = failed[0][1]
     rows = [row for row in failed if row[1] == first_ranks]
     names = [name for name, *_ in rows]
@@ -213,10 +216,10 @@ def _judge_unclipped(sheet: Sheet, seen: Reduced, max_norm: float | None) -> Non
         )
 
 
-def _judge_norm(
-    sheet: Sheet, place: int, clip: Clip, records: Sequence[StepRecord], seen: Reduced, contract: Contract
-) -> None:
-    names = [name for name in seen.found if clip.unclipped is None or any(name in (_clip(r, place).unclipped or {}) for r in records)]
+def _judge_norm(sheet: Sheet, place: int, clip: Clip, records: Sequence[StepRecord], seen: Reduced, contract: Contract) -> None:
+    names = [
+        name for name in seen.found if clip.unclipped is None or any(name in (_clip(r, place).unclipped or {}) for r in records)
+    ]
     factors = {name: seen.clipped.get(name, 1.0) or 1.0 for name in names}
     gradients = [seen.found[name][0][1].double() / factors[name] for name in names if seen.found[name]]
     dtype = torch.promote_types(clip.norm.dtype, torch.float32) if clip.norm.is_floating_point() else torch.float32

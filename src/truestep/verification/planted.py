@@ -127,7 +127,16 @@ FAULTS: Final[Mapping[str, Fault]] = {
 }
 # Legal to plant where it is known to be no fault: the verdict must be `equal` (accelerate-fsdp2 always does it).
 HARMLESS: Final[Mapping[str, tuple[str, ...]]] = {
-    "optimizer-before-wrap": ("ddp", "zero0", "zero1", "zero2", "zero3", "accelerate-fsdp2", "accelerate-ddp", "accelerate-zero2"),
+    "optimizer-before-wrap": (
+        "ddp",
+        "zero0",
+        "zero1",
+        "zero2",
+        "zero3",
+        "accelerate-fsdp2",
+        "accelerate-ddp",
+        "accelerate-zero2",
+    ),
 }
 
 
@@ -143,11 +152,15 @@ def chosen(names: Sequence[str], backend: str, micro_batches: int, own_loop: boo
         fault = FAULTS[name]
         allowed = (*fault.backends, *HARMLESS.get(name, ()))
         if backend not in allowed:
-            raise UnsupportedError(f"fault {name!r} cannot be planted on {backend!r}: it acts on {', '.join(allowed)}. Choose one of these.")
+            raise UnsupportedError(
+                f"fault {name!r} cannot be planted on {backend!r}: it acts on {', '.join(allowed)}. Choose one of these."
+            )
         if micro_batches < fault.min_micro_batches:
             raise UnsupportedError(
                 f"fault {name!r} does not act with {micro_batches} micro-batch a step. Give --micro-batches {fault.min_micro_batches} or more."
             )
         if fault.own_loop and not own_loop:
-            raise UnsupportedError(f"fault {name!r} is planted in verify's own loop, and this recipe has a train_step. Write it there.")
+            raise UnsupportedError(
+                f"fault {name!r} is planted in verify's own loop, and this recipe has a train_step. Write it there."
+            )
     return [FAULTS[name] for name in names]

@@ -42,9 +42,7 @@ class Sheet:
         """Note, once a cell, that something of a phase was not checked, and why."""
         if why not in self.checks[phase].not_checked:
             self.checks[phase].not_checked.append(why)
-            self.findings.append(
-                Finding(f"{NOT_CHECKED}-{phase}", None, "note", found=why, step=self.step, phase=phase, **about)
-            )
+            self.findings.append(Finding(f"{NOT_CHECKED}-{phase}", None, "note", found=why, step=self.step, phase=phase, **about))
 
     @property
     def failed(self) -> bool:

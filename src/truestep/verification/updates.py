@@ -66,7 +66,9 @@ class UpdateJudge:
     def judge(self, sheet: Sheet, update: Update) -> None:
         """Judge every param, every slot, in the model's order; a param's state before the param itself."""
         if unread := [slot_id for slot_id in update.start.opaque if not slot_id[0].startswith("@group")]:
-            sheet.not_checked("update", f"state in objects that cannot be read: {'/'.join(unread[0])}", param=unread[0][0], key=unread[0][1])
+            sheet.not_checked(
+                "update", f"state in objects that cannot be read: {'/'.join(unread[0])}", param=unread[0][0], key=unread[0][1]
+            )
             return
         expected = self._stepped(update)
         found, old = self._found(update.after, expected), self._found(update.start, expected)
@@ -172,7 +174,9 @@ class UpdateJudge:
             name, key = judgement.slot
             zero = judgement.why == ZERO_GRADIENT and _same(as_zero.get(judgement.slot), found.get(judgement.slot))
             if not (zero and name in moved and key != "param"):
-                sheet.add(_wrong(judgement, expected.get(judgement.slot, _ABSENT), found.get(judgement.slot, _ABSENT), zero), "update")
+                sheet.add(
+                    _wrong(judgement, expected.get(judgement.slot, _ABSENT), found.get(judgement.slot, _ABSENT), zero), "update"
+                )
 
 
 class _Absent:
@@ -226,7 +230,9 @@ def _slots(stepped: torch.optim.Optimizer, label: str | None, names: Mapping[int
     return [
         (slot_id, slot.local[0] if slot.kind == "tensor" else slot.value)
         for slot in found
-        if (slot_id := (slot.name, slot.key)) and slot.kind != "opaque" and not (slot.name.startswith("@") and slot.key in defaults)
+        if (slot_id := (slot.name, slot.key))
+        and slot.kind != "opaque"
+        and not (slot.name.startswith("@") and slot.key in defaults)
     ]
 
 
@@ -250,7 +256,9 @@ def _told(value: Any, other: Any) -> str:
         return f"{value.dtype} of shape {tuple(value.shape)}"
     away = (_double(value) - _double(other)).abs().nan_to_num(nan=float("inf"))
     flat = int(away.reshape(-1).argmax())
-    return f"{value.reshape(-1)[flat].item():.8g} at {tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), value.shape))}"
+    return (
+        f"{value.reshape(-1)[flat].item():.8g} at {tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), value.shape))}"
+    )
 
 
 def _wrong(judgement: Judgement, expected: Any, found: Any, zero: bool) -> Finding:
@@ -293,5 +301,3 @@ def _hyper_parameter(owner: str, key: str, mine: Any, theirs: Any) -> Finding:
         cause="the optimizer that the loop and its schedule hold is not the one that steps",
         fix="Build the schedule on the optimizer that initialize or prepare returned.",
     )
-
-

@@ -53,7 +53,9 @@ def wholes(views: Sequence[StateView]) -> Wholes:
                 apart[slot_id] = others
             shape = slots[0][1].shape
             values[slot_id] = assemble(shape, [(box, local) for _, box, local in pieces], "/".join(slot_id)) if pieces else None
-    return Wholes({key: value for key, value in values.items() if value is not None or key[0].startswith("@")}, tuple(opaque), apart)
+    return Wholes(
+        {key: value for key, value in values.items() if value is not None or key[0].startswith("@")}, tuple(opaque), apart
+    )
 
 
 def _apart(pieces: Sequence[tuple[int, Any, Tensor]]) -> tuple[int, ...]:

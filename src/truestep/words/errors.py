@@ -1,12 +1,12 @@
 """The errors that truestep raises.
 
-    Exception
-    └── TrueStepError            carries .findings
-        ├── GuardError           a law of the step does not hold
-        ├── UnsupportedError     a setting that cannot work, told before anything runs
-        ├── WindowError          a wrong event in an accumulation window
-        ├── CheckpointError      a checkpoint that cannot be written or read
-        └── VerifyError          a verification that could not be set up or finished
+Exception
+└── TrueStepError            carries .findings
+    ├── GuardError           a law of the step does not hold
+    ├── UnsupportedError     a setting that cannot work, told before anything runs
+    ├── WindowError          a wrong event in an accumulation window
+    ├── CheckpointError      a checkpoint that cannot be written or read
+    └── VerifyError          a verification that could not be set up or finished
 """
 
 from __future__ import annotations
