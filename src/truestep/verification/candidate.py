@@ -6,6 +6,7 @@ import copy
 import inspect as signatures
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from truestep.state import ranks
 from truestep.verification import link, planted, worker
 from truestep.verification.cell import CellPlan, seed_everything
 from truestep.verification.loop import Loop, measured_reduction, own_items, window_weights
-from truestep.verification.record import Recorder, restore_rng, rng_states
 from truestep.verification.recipe import Recipe, load
+from truestep.verification.record import Recorder, restore_rng, rng_states
 from truestep.words.errors import VerifyError
 
 
@@ -31,37 +32,24 @@ def run(plan: CellPlan, where: link.Address) -> None:
         connection.close()
 
 
-def _train(plan: CellPlan, connection: Any, clean_up: ExitStack) -> None:
+def _train(plan: CellPlan, connection: Connection, clean_up: ExitStack) -> None:
     recipe = load(plan.recipe)
     rank, count = (0, 1) if plan.backend == "single" else (ranks.here(), ranks.count())
     faults = planted.chosen(plan.faults, plan.backend, plan.micro_batches, recipe.train_step is None, count)
     seed_everything(plan.seed)
     model = recipe.model()
     batches = _Batches(recipe, rank, count, plan.micro_batches)
-    settings = Settings(
-        micro_batches=plan.micro_batches,
-        max_norm=recipe.max_norm,
-        unused=unused_params(recipe, model, batches.window(1)),
-        wrap=recipe.wrap,
-        extra=dict(recipe.deepspeed_config or {}),
-    )
-    for fault in faults:
-        settings = fault.settings(settings) if fault.settings else settings
+    settings = _settings(plan, recipe, model, batches.window(1), faults)
     reduction = recipe.reduction or measured_reduction(recipe, model, batches.window(1)[0])
-    make_optimizer = recipe.optimizer_named(plan.optimizer)
-    session = base.wrap(plan.backend, model, make_optimizer, settings)
+    session = base.wrap(plan.backend, model, recipe.optimizer_named(plan.optimizer), settings)
     clean_up.callback(session.close)
     _need_keys(plan, faults, session)
-    scheduler = recipe.scheduler(session.optimizer) if recipe.scheduler else None
+    scheduler = recipe.scheduler(_schedulable(session)) if recipe.scheduler else None
     seed_everything(plan.seed + 1 + rank)
-    for fault in faults:
-        if fault.plant:
-            fault.plant(session, count, plan.micro_batches)
-    recorder = Recorder(session, schedulable(session))
+    planted.act("plant", faults, session, count, plan.micro_batches)
+    recorder = Recorder(session, hyper_parameters(session))
     clean_up.callback(recorder.close)
-    for fault in faults:
-        if fault.tamper:
-            fault.tamper(session, count, plan.micro_batches)
+    planted.act("tamper", faults, session, count, plan.micro_batches)
     if recipe.train_step is None:
         run_step = _own_step(recipe, recorder, session, scheduler, plan, count, reduction)
     else:
@@ -75,9 +63,28 @@ def _train(plan: CellPlan, connection: Any, clean_up: ExitStack) -> None:
         link.send(connection, {"record": record, "identity": identity, "orphans": session.view().orphans})
         worker.report(("step", step))
         if step == planted.DROP_AFTER_STEP:
-            for fault in faults:
-                if fault.between:
-                    fault.between(session, count, plan.micro_batches)
+            planted.act("between", faults, session, count, plan.micro_batches)
+
+
+def _settings(plan: CellPlan, recipe: Recipe, model: Any, window: list[Any], faults: list[planted.Fault]) -> Settings:
+    settings = Settings(
+        micro_batches=plan.micro_batches,
+        max_norm=recipe.max_norm,
+        unused=unused_params(recipe, model, window),
+        wrap=recipe.wrap,
+        extra=dict(recipe.deepspeed_config or {}),
+    )
+    for fault in faults:
+        settings = fault.settings(settings) if fault.settings else settings
+    return settings
+
+
+def _schedulable(session: Session) -> Any:
+    """Return what a schedule can be built on: what the user holds, or where that is no torch optimizer, the one that steps."""
+    held = [item for _, item in slots.labelled_items(session.optimizer)]
+    if all(isinstance(item, torch.optim.Optimizer) for item in held):
+        return session.optimizer
+    return slots.like(session.optimizer, session.optimizers)
 
 
 def _about(session: Session) -> dict[str, Any]:
@@ -89,8 +96,9 @@ def _need_keys(plan: CellPlan, faults: list[planted.Fault], session: Session) ->
         keys = {key for optimizer in session.optimizers for state in optimizer.state.values() for key in state}
         if fault.needs_key and fault.needs_key not in keys:
             raise VerifyError(
-                f"fault {name!r} needs an optimizer with the state {fault.needs_key!r}, and {type(session.optimizers[0]).__name__} has "
-                f"{', '.join(sorted(map(str, keys))) or 'none yet'}. Give --optimizer adagrad."
+                f"fault {name!r} needs an optimizer with the state {fault.needs_key!r}, and "
+                f"{type(session.optimizers[0]).__name__} has {', '.join(sorted(map(str, keys))) or 'none yet'}. "
+                "Give --optimizer adagrad."
             )
 
 
@@ -139,7 +147,7 @@ def unused_params(recipe: Recipe, model: Any, window: list[Any]) -> tuple[str, .
     return tuple(name for name, _ in params if name in missing)
 
 
-def schedulable(session: Session) -> frozenset[str]:
+def hyper_parameters(session: Session) -> frozenset[str]:
     """Return the keys of param groups that people change between steps: the class's own hyper-parameters."""
     return frozenset(str(key) for optimizer in session.optimizers for key in optimizer.defaults) | {"initial_lr"}
 

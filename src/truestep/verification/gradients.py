@@ -199,7 +199,7 @@ def _judge_unclipped(sheet: Sheet, seen: Reduced, max_norm: float | None) -> Non
     gradients = [whole[0][1] for whole in seen.entering.values() if whole]
     dtype = max((gradient.dtype for gradient in gradients), key=bounds.unit_roundoff, default=torch.float32)
     norm = float(bounds.norm_bound(gradients, dtype=torch.float64).value)
-    # A clip that the engine made but did not tell of leaves the norm at its limit, but for the rounding of the factor and the products.
+    # A clip that the engine made but did not tell of leaves the norm at its limit, but for rounding.
     if norm > max_norm * (1 + bounds.gamma(2 * bounds.CLIP_ROUNDINGS, bounds.unit_roundoff(dtype))):
         sheet.add(
             Finding(
@@ -222,11 +222,12 @@ def _judge_norm(sheet: Sheet, place: int, clip: Clip, records: Sequence[StepReco
     ]
     factors = {name: seen.clipped.get(name, 1.0) or 1.0 for name in names}
     gradients = [seen.found[name][0][1].double() / factors[name] for name in names if seen.found[name]]
-    dtype = torch.promote_types(clip.norm.dtype, torch.float32) if clip.norm.is_floating_point() else torch.float32
     extra = bounds.CLIP_ROUNDINGS if any(factor != 1.0 for factor in factors.values()) else 0
-    expected = bounds.norm_bound(gradients, dtype=dtype, ranks=len(records), n_extra=extra)
-    coarse = bounds.unit_roundoff(contract.reduce_dtype) * (len(gradients) + 2) * float(expected.value)
-    allowed = bounds.Expected(expected.value, expected.bound + (coarse if contract.reduce_dtype.itemsize < 4 else 0.0))
+    # Norms of 16-bit gradients add up in float32, and are rounded to 16 bits once a tensor, a rank, and in the end.
+    expected = bounds.norm_bound(gradients, dtype=torch.float32, ranks=len(records), n_extra=extra)
+    stages = 3 if contract.reduce_dtype.itemsize < 4 else 0
+    coarse = bounds.gamma(stages, bounds.unit_roundoff(contract.reduce_dtype)) * (expected.value + expected.bound)
+    allowed = bounds.Expected(expected.value, expected.bound + coarse)
     norms = [float(_clip(record, place).norm) for record in records]
     worst = max((bounds.worst(torch.tensor(norm, dtype=torch.float64), allowed) for norm in norms), key=lambda found: found.ratio)
     if worst.ratio <= 1:

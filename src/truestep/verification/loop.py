@@ -63,7 +63,7 @@ class Loop:
 
 
 def window_weights(items: Sequence[Sequence[float]] | None, micro_batches: int, ranks: int, reduction: str) -> list[list[float]]:
-    """Return the weight of every loss in the window's gradient, ``[rank][micro-batch]``: the gradient is the sum of weight * gradient.
+    """Return the weight of every loss in the window's, ``[rank][micro-batch]``.
 
     Args:
         items: How many items each loss is over, or None where nobody says: then all weigh the same.
@@ -91,7 +91,8 @@ def own_items(num_items: Callable[[Any], float], batches: Sequence[Any]) -> list
 def measured_reduction(recipe: Recipe, model: Any, batch: Any) -> str:
     """Return what a loss is over its own items, by trying: with every item twice a ``mean`` stays and a ``sum`` doubles.
 
-    Run in evaluation mode and without gradients; leaves RNG, buffers and modes as they were. What cannot be doubled counts as a mean.
+    Run in evaluation mode and without gradients; leaves RNG, buffers and modes as they were. What cannot be doubled counts as a
+    mean.
     """
     modules = [module for _, module in slots.labelled_items(model)]
     modes = [(part, part.training) for module in modules for part in module.modules()]

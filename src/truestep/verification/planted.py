@@ -1,7 +1,7 @@
 """Faults that verify plants into its own loop: each must be found, and its clean twin must be equal.
 
-A fault is a row: where it may be planted, which law it breaks, and one of three ways to plant it: a change of the backend's settings
-before wrapping, an act on the session before training, or an act between two steps.
+A fault is a row: where it may be planted, which law it breaks, and how: a change of the backend's settings before wrapping, an
+act on the session before training, or an act between two steps.
 """
 
 from __future__ import annotations
@@ -157,10 +157,18 @@ def chosen(names: Sequence[str], backend: str, micro_batches: int, own_loop: boo
             )
         if micro_batches < fault.min_micro_batches:
             raise UnsupportedError(
-                f"fault {name!r} does not act with {micro_batches} micro-batch a step. Give --micro-batches {fault.min_micro_batches} or more."
+                f"fault {name!r} does not act with {micro_batches} micro-batch a step. "
+                f"Give --micro-batches {fault.min_micro_batches} or more."
             )
         if fault.own_loop and not own_loop:
             raise UnsupportedError(
                 f"fault {name!r} is planted in verify's own loop, and this recipe has a train_step. Write it there."
             )
     return [FAULTS[name] for name in names]
+
+
+def act(when: str, faults: Sequence[Fault], session: Session, ranks: int, micro_batches: int) -> None:
+    """Carry out what the faults do at one point: ``plant``, ``tamper`` or ``between``."""
+    for fault in faults:
+        if (acts := getattr(fault, when)) is not None:
+            acts(session, ranks, micro_batches)

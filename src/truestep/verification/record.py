@@ -1,8 +1,8 @@
 """What one rank's training loop did in one optimizer step, recorded from the outside.
 
-A *micro-batch* opens at the first forward after a backward (or at the recipe's `loss`, where the loop calls it) and holds every backward
-up to the next one. Each is kept with what one process needs to run it again: its batch, the RNG states and buffers as they were before
-its forward, the loss, the factor that reached the loss, and the local gradients that hooks saw.
+A *micro-batch* opens at the first forward after a backward (or at the recipe's `loss`, where the loop calls it) and holds every
+backward up to the next one. Each is kept with what one process needs to run it again: the RNG states and buffers as they were before its
+forward, the loss, the factor that reached the loss, and the local gradients that hooks saw.
 """
 
 from __future__ import annotations

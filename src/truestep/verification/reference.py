@@ -1,7 +1,7 @@
 """The reference: one process that runs every rank's micro-batches, steps on whole tensors, and judges the ranks' records.
 
-At each step it is set to the candidate's params, buffers, RNG states and optimizer state, so that every difference is of this step.
-Once a step has failed, later ones are no longer judged: they start from what is already wrong.
+At each step it is set to the candidate's params, buffers, RNG states and optimizer state: every difference is of this step. Once
+a step has failed, later ones are no longer judged: they start from what is already wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The phase `update`: the reference optimizer, given the candidate's own old state and reduced gradient, must end where it did."""
+"""The phase `update`: given the candidate's old state and reduced gradient, the reference optimizer must end where it did."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class UpdateJudge:
         return found
 
     def _ordered(self, slot_ids: Iterable[SlotId]) -> list[SlotId]:
-        """Return slots in the model's order, what a param keeps before the param itself: a wrong moment is the cause, not the effect."""
+        """Return slots in the model's order, what a param keeps before the param: a wrong moment is the cause, not the effect."""
         order = {name: place for place, name in enumerate(self._name_by_id.values())}
         return sorted(slot_ids, key=lambda slot_id: (order.get(slot_id[0], len(order)), slot_id[1] == "param"))
 

@@ -93,7 +93,7 @@ def planned(
     from truestep.verification.recipe import load
 
     loaded = load(recipe)
-    _positive(world_size=world_size, steps=steps, **{"micro_batches": min(micro_batches, default=0)})
+    _positive(world_size=world_size, steps=steps, micro_batches=min(micro_batches, default=0))
     for name in backends:
         base.row(name)
     for name in optimizers:

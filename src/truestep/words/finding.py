@@ -1,6 +1,6 @@
 """What truestep says when a claim does not hold: the guard yields it, errors carry it, reports print it.
 
-A finding is plain data. Its text form is one line: the code, where it was seen, what was expected, what was found, why, and what to do.
+A finding is plain data. Its text form is one line: the code, where it was seen, what was expected and found, why, and what to do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Finding:
     """One claim that does not hold, or could not be checked.
 
     Attributes:
-        code: A slug, ``LAW/WHAT`` for the six laws (``params/stale``), else ``verify/..``, ``run/..``, ``window/..`` or ``checkpoint/..``.
+        code: A slug, ``LAW/WHAT`` for the six laws (``params/stale``), else ``verify/..``, ``run/..``, ``window/..`` or
+            ``checkpoint/..``.
         law: One of the six laws, or None.
         severity: ``error``, ``warning`` or ``note``; only errors stop anything.
         param: Name of the param in the unwrapped model, if one is concerned.
