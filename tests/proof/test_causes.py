@@ -74,6 +74,7 @@ PLANTED: list[tuple[str, Table, Table, str]] = [
     ("scaled", mean(2, 4, 0.37), mean(2, 4), "all of it times 0.37"),
     ("scaled", mean(1, 1, 5.0), mean(1, 1), "all of it times 5"),
     ("mean-of-means", mean(2, 2), [[0.1, 0.2], [0.3, 0.4]], "a mean of means"),
+    ("mean-of-ranks", [[1 / 6, 1 / 3], [3 / 14, 2 / 7]], [[0.1, 0.2], [0.3, 0.4]], "a mean of the ranks' means"),
     ("weighted-otherwise", [[0.1, 0.2], [0.3, 0.4]], mean(2, 2), "rank 0: 0.4, 0.8; rank 1: 1.2, 1.6"),
     ("zeroed", mean(2, 4, 0.0), mean(2, 4), "all of it was zero"),
 ]
@@ -95,6 +96,14 @@ def test_a_right_gradient_has_no_cause(n_ranks: int, n_micros: int) -> None:
 
 def test_uneven_weights_that_were_kept_have_no_cause() -> None:
     assert of([[0.1, 0.2], [0.3, 0.4]], [[0.1, 0.2], [0.3, 0.4]]) is None
+
+
+def test_a_loop_that_scaled_its_losses_is_told_what_these_count_in_the_end() -> None:
+    grads = window(2, 2, 1)  # as they are after each rank divided by its own items: 0.3 and 0.7 of all
+    weights, expected = [[0.1, 0.2], [0.3, 0.4]], [[0.3, 0.3], [0.7, 0.7]]
+    named = cause(fit(combined(grads, [[0.5] * 2] * 2), grads), expected, 0, weights)
+    assert named is not None
+    assert named.slug == "mean-of-ranks"
 
 
 def test_each_rank_that_never_reduced_is_told_as_itself() -> None:

@@ -126,12 +126,12 @@ class Session(Protocol):
     def on_step(self, before: Callable[[int], None], after: Callable[[int, dict[str, Piece | None]], None]) -> Undo:
         """Bracket the place where a step really happens.
 
-        ``before(i)`` is called when optimizer i is about to step, ``after(i, entering)`` when it has; `entering` maps the names of
-        its params to the gradient that entered the innermost step, after clipping, or to None where it was absent.
+        ``before(i)`` is called when optimizer i is about to step, ``after(i, entering)`` when it has; `entering` maps the names
+        of its params to the gradient that entered the innermost step, after clipping, or to None where it was absent.
         """
 
     def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece] | None:
-        """Return copies of this rank's part of the gradients that these params have now, by name; None where they are elsewhere."""
+        """Return copies of this rank's part of the gradients that these params have now, by name; None if they are elsewhere."""
 
     def clips(self) -> Iterator[tuple[float, Tensor]]:
         """Yield and forget ``(max_norm, returned norm)`` of the clipping that the engine itself did since the last call."""
@@ -217,7 +217,7 @@ def row(name: str) -> Row:
 
 
 def wrap(name: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any], settings: Settings) -> Session:
-    """Wrap a plain model, or a list of them, for this rank by the backend `name`, and build its optimizers. Collective: every rank.
+    """Wrap a plain model, or several, for this rank by the backend `name`, and build its optimizers. Collective: every rank.
 
     Args:
         name: A row of `BACKENDS`.
@@ -234,7 +234,7 @@ def wrap(name: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Par
 _DETECTORS: Final = (
     ("zero", "deepspeed"),
     ("wrappers", "accelerate"),
-    ("dtensor", "torch.distributed.fsdp"),
+    ("dtensor", "torch.distributed.tensor"),  # which FSDP2 imports
     ("plain", "torch"),
 )
 
@@ -245,13 +245,29 @@ def attach(model: Any, optimizer: Any = None) -> Session:
     Raises:
         UnsupportedError: If no backend knows this pair.
     """
-    for module_name, vendor in _DETECTORS:
+    for module_name, vendor in () if _is_empty(model) else _DETECTORS:
         if vendor in sys.modules:
             module = importlib.import_module(f"truestep.backends.{module_name}")
             if module.recognises(model, optimizer):
                 session: Session = module.attach(model, optimizer)
                 return session
     raise UnsupportedError(
-        f"no backend knows {type(model).__name__} with {type(optimizer).__name__}: expected a torch module, a DeepSpeed engine or "
-        "what accelerate's prepare returned, with the optimizer over it. Pass these."
+        f"no backend knows {_told(model)} with {_told(optimizer)}: expected a torch module, a DeepSpeed engine or what "
+        "accelerate's prepare returned, with the optimizer over it, or several of these. Pass what the training loop uses."
     )
+
+
+def _is_empty(model: Any) -> bool:
+    return isinstance(model, (list, tuple, dict)) and not model
+
+
+def _told(things: Any) -> str:
+    """Return the class of one thing, or those of the items of a sequence or mapping."""
+    if things is None:
+        return "no optimizer"
+    if isinstance(things, type):
+        return f"the class {things.__name__}"
+    if isinstance(things, (list, tuple, Mapping)) and type(things).__module__ == "builtins":
+        items = things.values() if isinstance(things, Mapping) else things
+        return f"a {type(things).__name__} of {' and '.join(_told(item) for item in items) or 'nothing'}"
+    return type(things).__name__

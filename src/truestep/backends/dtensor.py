@@ -1,25 +1,29 @@
 """DTensor params: FSDP2.
 
-FSDP keeps two objects for a param: the *sharded* one, a DTensor that the optimizer must hold, and the *unsharded* one that forward and
-backward use. The module shows either, depending on when it is asked (after a no-grad forward the root shows the unsharded ones), so
-names and params come from FSDP's own records.
+FSDP keeps two objects for a param: the *sharded* one, a DTensor that the optimizer must hold, and the *unsharded* one that
+forward and backward use. The module shows either, depending on when it is asked (after a no-grad forward the root shows the
+unsharded ones), so names and params come from FSDP's own records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardedBy
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from truestep.backends import slots
 from truestep.backends.base import Contract, SeeGradient, Settings, Undo
-from truestep.backends.session import TorchSession, coarsest_dtype, compiled, no_such_switch, unwrapped
+from truestep.backends.session import TorchSession, coarsest, hooked, need_process_group, no_such_switch
+from truestep.words.errors import UnsupportedError
+from truestep.words.finding import listed
 from truestep.words.layout import Layout, Shard
 from truestep.words.names import clean, labelled
 from truestep.words.shards import Box
@@ -28,132 +32,207 @@ NAMES = ("fsdp2",)
 
 
 def place(tensor: Tensor) -> tuple[Shard, tuple[Tensor, ...]]:
-    """Return which box of a DTensor is here; a plain tensor is a replica."""
+    """Return which box of a DTensor is here, and a view of it; a plain tensor is a replica.
+
+    Of a DTensor that is not reduced yet there is nothing to view: it is reduced into a new one. Collective then.
+    """
     if not isinstance(tensor, DTensor):
         return slots.replica(tensor)
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        tensor = tensor.redistribute(placements=[_reduced(placement) for placement in tensor.placements])
+    if any(placement.is_partial() for placement in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    local: Tensor = tensor.to_local().detach()
     shape = tuple(tensor.shape)
     lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     box = Box(tuple(offsets), tuple(offset + length for offset, length in zip(offsets, lengths, strict=True)))
-    local = tensor.detach().to_local()
     if box.shape == shape:
         return Shard(Layout.WHOLE, shape, (box,)), (local,)
-    dims = [placement.dim for placement in tensor.placements if placement.is_shard()]
+    dims = [placement.dim for placement in tensor.placements if isinstance(placement, ShardedBy)]
     layout = Layout.DIM0 if dims == [0] else Layout.BLOCK
     return (Shard(layout, shape, (box,)), (local,)) if box.numel else (Shard(layout, shape, ()), ())
-
-
-def _reduced(placement: Any) -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate() if isinstance(placement, Partial) else placement
 
 
 class ShardedSession(TorchSession):
     """Models under `fully_shard`."""
 
     def __init__(self, backend: str, model: Any, optimizer: Any) -> None:
-        modules = [unwrapped(module) for _, module in slots.labelled_items(model)]
-        self._labels = [label for label, _ in slots.labelled_items(model)]
-        super().__init__(backend, model, optimizer, modules=modules, params=(), place=place)
+        super().__init__(backend, model, optimizer, place)
 
     def params(self) -> list[tuple[str, nn.Parameter]]:
         """Return every param by name, sharded where FSDP has a record of it, whatever the module shows now."""
-        found, seen = [], set()
-        for label, root in zip(self._labels, self._modules, strict=True):
-            sharded = {place: record.sharded_param for record in records(root) for place in places(record)}
-            for prefix, module in root.named_modules():
-                for own, shown in module._parameters.items():
-                    param = sharded.get((id(module), own), shown)
-                    if param is not None and id(param) not in seen:
-                        seen.add(id(param))
-                        found.append((labelled(label, clean(f"{prefix}.{own}" if prefix else own)), param))
-        return found
+        sharded = {place: record.sharded_param for record in self._records() for place in places(record)}
+        return slots.first_names(
+            (labelled(label, clean(f"{prefix}.{own}" if prefix else own)), param)
+            for label, root in self._inner
+            for prefix, module in root.named_modules()
+            for own, shown in module._parameters.items()
+            if (param := sharded.get((id(module), own), shown)) is not None
+        )
+
+    def _records(self) -> list[Any]:
+        return [record for group in self._groups() for record in group.fsdp_params]
+
+    def _groups(self) -> list[Any]:
+        return [group for root in self.modules() for state in states(root) for group in groups(state)]
+
+    def _named_records(self) -> list[tuple[str, Any]]:
+        name_by_id = {id(param): name for name, param in self.params()}
+        return [(name_by_id[id(record.sharded_param)], record) for record in self._records()]
 
     def unsharded(self) -> tuple[str, ...]:
-        """Return the names of params of which an optimizer holds the unsharded stand-in."""
+        """Return the names of params of which an optimizer holds what FSDP shows in their place while they are gathered."""
         held = {id(param) for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]}
-        name_by_id = {id(param): name for name, param in self.params()}
         return tuple(
-            name_by_id[id(record.sharded_param)]
-            for root in self._modules
-            for record in records(root)
-            if id(getattr(record, "_unsharded_param", None)) in held
+            name
+            for name, record in self._named_records()
+            if any(id(shown) in held for part in _STAND_INS if (shown := getattr(record, part, None)) is not None)
         )
 
     def contract(self) -> Contract:
-        """Return FSDP's contract: mean, or sum where its divide factor says so; dtypes by its mixed-precision policy."""
-        groups = [group for root in self._modules for state in states(root) for group in _groups(state)]
-        factors = {getattr(group, "gradient_divide_factor", None) for group in groups} - {None}
-        own = coarsest_dtype([param for _, param in self.params() if param.requires_grad])
-        policies = [record.mp_policy for root in self._modules for record in records(root)]
-        computed = {policy.param_dtype or own for policy in policies} or {own}
-        reduced = {policy.reduce_dtype or policy.param_dtype or own for policy in policies} or {own}
-        return Contract(
-            reduction="mean" if not factors else "sum" if factors == {1.0} else None,
-            accumulate_dtype=max(computed | reduced, key=lambda dtype: torch.finfo(dtype).eps),
-            reduce_dtype=max(reduced, key=lambda dtype: torch.finfo(dtype).eps),
-            operators_replaced=compiled(self._modules),
+        """Return FSDP's contract: mean, or sum where its divide factor says so; dtypes by its mixed-precision policy.
+
+        A rank accumulates in the dtype that the ranks reduce in, and what comes out is cast to the param's own.
+        """
+        own = super().contract()
+        training = [group for group in self._groups() if any(p.sharded_param.requires_grad for p in group.fsdp_params)]
+        reductions = {_reduction(group) for group in training} or {"mean"}
+        policies = [group.mp_policy for group in training]
+        reduced = [policy.reduce_dtype or policy.param_dtype or own.reduce_dtype for policy in policies]
+        return replace(
+            own,
+            reduction=reductions.pop() if len(reductions) == 1 else None,
+            accumulate_dtype=coarsest([own.accumulate_dtype, *reduced]),
+            reduce_dtype=coarsest(reduced or [own.reduce_dtype]),
         )
 
     def hook_gradients(self, see: SeeGradient) -> Undo:
-        """Hook the unsharded params, as soon as a forward has made them; they are kept across all-gathers."""
-        hooked: dict[int, Any] = {}
+        """Hook the unsharded params as soon as FSDP has gathered them: it keeps the same objects from then on."""
 
-        def hook(*_: Any) -> None:
-            name_by_id = {id(param): name for name, param in self.params()}
-            for record in (record for root in self._modules for record in records(root)):
-                made = getattr(record, "_unsharded_param", None)
-                if made is not None and made.requires_grad and id(made) not in hooked:
-                    name = name_by_id[id(record.sharded_param)]
-                    hooked[id(made)] = made.register_hook(lambda gradient, name=name: see(name, _plain(gradient)))
+        def see_whole(name: str, gradient: Tensor) -> Tensor | None:
+            return see(name, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
 
-        # FSDP's own pre-hook comes first and gathers: only then does the unsharded param exist. A tied param may be used without a
-        # forward of its own module, so every FSDP module looks at all records.
-        handles = [module.register_forward_pre_hook(hook) for root in self._modules for module in sharded_modules(root)]
-        under_fsdp = {id(record.sharded_param) for root in self._modules for record in records(root)}
-        handles += [
-            param.register_hook(lambda gradient, name=name: see(name, gradient))
-            for name, param in self.params()
-            if param.requires_grad and id(param) not in under_fsdp
-        ]
-        return lambda: [handle.remove() for handle in [*handles, *hooked.values()]] and None
+        watched = [Watched(record, name, see_whole) for name, record in self._named_records()]
+        recorded = {id(record.sharded_param) for record in self._records()}
+        others = hooked(((name, param) for name, param in self.params() if id(param) not in recorded), see_whole)
+
+        def undo() -> None:
+            others()
+            for each in watched:
+                each.close()
+
+        return self._kept(undo)
 
     @contextmanager
-    def _switched(self, last: bool) -> Iterator[None]:
-        for root in self._modules:
-            if isinstance(root, FSDPModule):
-                root.set_requires_gradient_sync(last)
-                root.set_is_last_backward(last)
-        yield
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Reduce gradients in the last micro-batch only."""
+        self._switch(last)
+        try:
+            yield
+        finally:
+            self._switch(True)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch: gradients are reduced in the last only."""
-        return self._switched(last)
+    def _switch(self, reduce: bool) -> None:
+        for module in (module for root in self.modules() for module in sharded_modules(root)):
+            module.set_requires_gradient_sync(reduce, recurse=False)
+            module.set_is_last_backward(reduce)
 
     def plant(self, fault: str) -> None:
-        """Keep the reduction off, or set the divide factor to 1."""
-        roots = [root for root in self._modules if isinstance(root, FSDPModule)]
-        if fault == "sum":
-            for module in (module for root in roots for module in sharded_modules(root)):
+        """Keep the reduction off whatever the loop says, or set the divide factor to 1."""
+        if fault not in ("desynchronise", "sum"):
+            raise no_such_switch(self.backend, fault)
+        for module in (module for root in self.modules() for module in sharded_modules(root)):
+            if fault == "sum":
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        elif fault == "desynchronise":
-            keep_off = self.micro_batch
-            self.micro_batch = lambda last: keep_off(False)  # type: ignore[method-assign]
-        else:
-            raise no_such_switch(self.backend, fault)
+            else:
+                module.set_requires_gradient_sync(False, recurse=False)
+                self._kept(_held(module))
 
 
-def _plain(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def _held(module: FSDPModule) -> Undo:
+    """Have a module ignore every later switch of its reduction; the undo lets it go and switches it on."""
+    vars(module)["set_requires_gradient_sync"] = lambda *args, **kwargs: None
+
+    def undo() -> None:
+        if vars(module).pop("set_requires_gradient_sync", None):
+            module.set_requires_gradient_sync(True, recurse=False)
+
+    return undo
+
+
+def _reduction(group: Any) -> str | None:
+    """Return what a group reduces to: FSDP itself divides by the ranks; another factor, or the user's own code, says nothing."""
+    own = group._all_reduce_hook is not None or not type(group._reduce_scatter_comm).__module__.startswith("torch.")
+    ranks = float(group.mesh_info.mesh.size())
+    factor = ranks if group.gradient_divide_factor is None else float(group.gradient_divide_factor)
+    return None if own else {1.0: "sum", ranks: "mean"}.get(factor)
+
+
+class Watched:
+    """A hook on the unsharded form of one param, from when FSDP makes it.
+
+    A forward pre-hook would miss a param that is gathered for something else than its module's forward: the head that is tied to
+    an embedding, a method given to ``register_fsdp_forward_method``. All of them end in the record's own ``to_unsharded``.
+    """
+
+    def __init__(self, record: Any, name: str, see: SeeGradient) -> None:
+        self._record = record
+        self._name = name
+        self._see = see
+        self._undo: list[Undo] = [_called_after(record, "to_unsharded", self._look)]
+        self._seen: Tensor | None = None
+        self._look()
+
+    def _look(self) -> None:
+        made = getattr(self._record, "_unsharded_param", None)
+        if made is not None and made is not self._seen and made.requires_grad:
+            self._seen = made
+            self._undo.append(hooked([(self._name, made)], self._see))
+
+    def close(self) -> None:
+        """Take the hook away."""
+        while self._undo:
+            self._undo.pop()()
+
+
+@dataclass
+class Followed:
+    """A method after which others are told."""
+
+    original: Callable[..., Any]
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method, then its listeners."""
+        result = self.original(*args, **kwargs)
+        for listener in tuple(self.listeners):
+            listener()
+        return result
+
+
+def _called_after(owner: Any, method: str, listener: Callable[[], None]) -> Undo:
+    """Call `listener` after every call of a method of this object; several may, and leave in any order."""
+    followed = vars(owner).get(method)
+    if not isinstance(followed, Followed):
+        followed = vars(owner)[method] = Followed(getattr(owner, method))
+    followed.listeners.append(listener)
+
+    def undo() -> None:
+        if listener in followed.listeners:
+            followed.listeners.remove(listener)
+        if not followed.listeners and vars(owner).get(method) is followed:
+            del vars(owner)[method]
+
+    return undo
 
 
 def wrap(
     backend: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any], settings: Settings
 ) -> ShardedSession:
-    """Shard each model by `fully_shard`: every block of a module list that shares no param with the rest, then the root."""
+    """Shard each model by `fully_shard`: every block of a module list that shares no param with the rest, then the root.
+
+    Raises:
+        UnsupportedError: If there is no process group, or there are params that FSDP cannot shard.
+    """
     optimizer = make_optimizer(slots.trainable(slots.named_params(model))) if settings.optimizer_first else None
     if settings.wrap is not None:
         wrapped = settings.wrap(model, backend)
@@ -167,45 +246,52 @@ def wrap(
 
 def shard(module: nn.Module) -> nn.Module:
     """Apply `fully_shard` to the blocks of a model, then to the rest."""
+    if scalars := [name for name, param in module.named_parameters() if param.dim() == 0]:
+        raise UnsupportedError(f"FSDP2 cannot shard 0-d params, found {listed(scalars)}. Give them one element: shape (1,).")
+    need_process_group("fsdp2")
     for block in blocks(module):
         fully_shard(block)
-    return fully_shard(module)
+    fully_shard(module)  # in place
+    return module
 
 
 def blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the elements of the outermost module lists whose params belong to them alone (FSDP refuses a param in two groups)."""
-    uses: dict[int, int] = {}
-    for module in root.modules():
-        for param in module._parameters.values():
-            uses[id(param)] = uses.get(id(param), 0) + 1
-    lists = [module for module in root.modules() if isinstance(module, nn.ModuleList)]
-    inner = {id(part) for module in lists for part in module.modules() if part is not module}
-    found = [block for module in lists if id(module) not in inner for block in module]
-    return [block for block in found if any(True for _ in block.parameters()) and _alone(block, uses)]
+    """Return the elements of module lists whose params belong to them alone: FSDP refuses a param in two groups."""
+    uses = _uses(root)
+    found = dict.fromkeys(block for block in _elements(root) if any(True for _ in block.parameters()))
+    return [block for block in found if all(uses[key] == count for key, count in _uses(block).items())]
 
 
-def _alone(block: nn.Module, uses: dict[int, int]) -> bool:
-    own: dict[int, int] = {}
-    for module in block.modules():
-        for param in module._parameters.values():
-            own[id(param)] = own.get(id(param), 0) + 1
-    return all(uses[key] == count for key, count in own.items())
+def _elements(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what stands in module lists, lists of lists too; not what is inside of an element."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield child
+        else:
+            yield from _elements(child)
+
+
+def _uses(module: nn.Module) -> Mapping[int, int]:
+    """Return ``id(param) -> places`` where it is registered in this module."""
+    return Counter(id(param) for part in module.modules() for param in part._parameters.values() if param is not None)
 
 
 def recognises(model: Any, optimizer: Any) -> bool:
-    """Return whether some model here is, or holds, an FSDP2 module."""
+    """Return whether some model here has DTensors for params, or holds an FSDP2 module (which may show plain ones now)."""
     modules = [module for _, module in slots.labelled_items(model)]
     return all(isinstance(module, nn.Module) for module in modules) and any(
-        sharded_modules(unwrapped(module)) for module in modules
+        sharded_modules(module) or any(isinstance(param, DTensor) for param in module.parameters()) for module in modules
     )
 
 
 def attach(model: Any, optimizer: Any) -> ShardedSession:
-    """Return a session over models under `fully_shard`."""
+    """Return a session over models with DTensor params."""
     return ShardedSession("fsdp2", model, optimizer)
 
 
 # -- FSDP's own records (torch 2.11 to 2.13: torch.distributed.fsdp._fully_shard)
+
+_STAND_INS: Final = ("_unsharded_param", "_sharded_post_forward_param")
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
@@ -219,12 +305,8 @@ def states(root: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def records(root: nn.Module) -> list[Any]:
-    """Return FSDP's record of each param: `sharded_param`, `_unsharded_param`, where it is registered."""
-    return [record for state in states(root) for group in _groups(state) for record in group.fsdp_params]
-
-
-def _groups(state: Any) -> list[Any]:
+def groups(state: Any) -> Sequence[Any]:
+    """Return its groups of params, with FSDP's record of each: `sharded_param`, `_unsharded_param`, where it is registered."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.11

@@ -2,62 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from truestep.backends import slots
 from truestep.backends.base import Contract, Settings
-from truestep.backends.session import TorchSession, compiled, no_such_switch, uncompiled, unwrapped
+from truestep.backends.session import TorchSession, coarsest, need_process_group, no_such_switch
+from truestep.words.errors import UnsupportedError
+from truestep.words.names import clean, labelled
 
 NAMES = ("single", "ddp")
+
+Hook: TypeAlias = Any  # a function; of one that torch builds in, DDP keeps only the name
+
+
+# DDP compares a hook's annotations with its own classes, and knows them not as the strings that they are here: so it has none.
+def summed(state, bucket):  # type: ignore[no-untyped-def]
+    """Reduce a bucket by sum: DDP itself divides by the ranks, a hook has to."""
+    reduced = dist.all_reduce(bucket.buffer(), async_op=True)
+    return reduced.get_future().then(lambda future: future.value()[0])
+
+
+# What a communication hook reduces to, and the dtype that it sends gradients in (None: as they are).
+_HOOKS: Final[Mapping[Hook, tuple[str, torch.dtype | None]]] = {
+    "": ("mean", None),
+    "BuiltinCommHookType.ALLREDUCE": ("mean", None),
+    "BuiltinCommHookType.FP16_COMPRESS": ("mean", torch.float16),
+    default_hooks.allreduce_hook: ("mean", None),
+    default_hooks.fp16_compress_hook: ("mean", torch.float16),
+    default_hooks.bf16_compress_hook: ("mean", torch.bfloat16),
+    summed: ("sum", None),
+}
+# Classes whose params are not the model's own, by name: they may not be imported here.
+_OTHERS: Final = {
+    "FullyShardedDataParallel": "FSDP1 is not known yet. Use fully_shard (FSDP2)",
+    "DataParallel": "DataParallel copies the model in every forward. Use DistributedDataParallel",
+}
 
 
 class PlainSession(TorchSession):
     """One process, or DDP: the model's own params are what the optimizer holds."""
 
     def __init__(self, backend: str, model: Any, optimizer: Any) -> None:
-        inner = [(label, unwrapped(module)) for label, module in slots.labelled_items(model)]
-        self._wrapped = [module for _, module in slots.labelled_items(model)]
-        params = slots.named_params(slots.like(model, [module for _, module in inner]))
-        super().__init__(backend, model, optimizer, modules=[module for _, module in inner], params=params)
+        super().__init__(backend, model, optimizer)
+        self._first_window = True
 
     def params(self) -> list[tuple[str, nn.Parameter]]:
         """Return every live param by name, as the model holds it now."""
-        return slots.named_params(slots.like(self.model, self._modules))
+        return slots.first_names((labelled(label, name), param) for label, module in self._inner for name, param in named(module))
 
     def contract(self) -> Contract:
-        """Return DDP's mean; unknown where the user registered a communication hook."""
+        """Return DDP's mean, or what its communication hook does; unknown where that is the user's own, or differs."""
         own = super().contract()
-        hooked = any(getattr(ddp, "_comm_hooks", None) for ddp in self._replicated())
-        return Contract(None if hooked else "mean", own.accumulate_dtype, own.reduce_dtype, compiled(self._wrapped))
+        hooks = [_HOOKS.get(_comm_hook(ddp), (None, None)) for ddp in self._replicated()]
+        reductions = {reduction for reduction, _ in hooks} or {"mean"}
+        sent = [dtype for _, dtype in hooks if dtype is not None]
+        return dataclasses.replace(
+            own,
+            reduction=reductions.pop() if len(reductions) == 1 else None,
+            reduce_dtype=coarsest([own.reduce_dtype, *sent]),
+        )
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return ``no_sync`` around the forward and backward of all but the last micro-batch."""
-        context = ExitStack()
-        if not last:
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Put ``no_sync`` around the forward and backward of all but the last micro-batch."""
+        with ExitStack() as without:
             for ddp in self._replicated():
-                context.enter_context(ddp.no_sync())
-        return context  # type: ignore[return-value]
+                # With a static graph DDP learns in the first window, and fails if that is not synchronised each time.
+                if not last and not (ddp.static_graph and self._first_window):
+                    without.enter_context(ddp.no_sync())
+            yield
+        self._first_window = self._first_window and not last
 
     def plant(self, fault: str) -> None:
-        """Keep ``no_sync`` on, or sum in the communication hook."""
-        if not self._replicated() or fault not in ("desynchronise", "sum"):
+        """Keep ``no_sync`` on, or sum in the communication hook (which DDP never lets go)."""
+        replicated = self._replicated()
+        if not replicated or fault not in ("desynchronise", "sum"):
             raise no_such_switch(self.backend, fault)
-        if fault == "sum":
-            for ddp in self._replicated():
-                ddp.register_comm_hook(None, _summed)
-        else:
-            keep_off = self.micro_batch
-            self.micro_batch = lambda last: keep_off(False)  # type: ignore[method-assign]
+        for ddp in replicated:
+            if fault == "sum":
+                ddp.register_comm_hook(None, summed)
+            else:
+                ddp.require_backward_grad_sync = False  # a no_sync of the loop's own leaves it so
+                self._kept(lambda ddp=ddp: setattr(ddp, "require_backward_grad_sync", True))  # type: ignore[misc]
 
     def _replicated(self) -> list[DistributedDataParallel]:
-        return [module for module in map(uncompiled, self._wrapped) if isinstance(module, DistributedDataParallel)]
+        return [part for _, module in self._wrapped for part in module.modules() if isinstance(part, DistributedDataParallel)]
+
+
+def named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the params of an unwrapped model by name; a part that is under DDP is called as if it were not."""
+    wrappers = [prefix for prefix, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
+    for name, param in module.named_parameters():
+        for prefix in reversed(wrappers):  # the innermost first: the others' names are not yet changed
+            if name.startswith(f"{prefix}.module."):
+                name = prefix + name.removeprefix(f"{prefix}.module")
+        yield clean(name), param
+
+
+def _comm_hook(ddp: DistributedDataParallel) -> Hook:
+    if ddp._comm_hooks:
+        return ddp._comm_hooks[-1][0]
+    return ddp._get_ddp_logging_data().get("comm_hook", "")
 
 
 def wrap(
@@ -68,22 +122,16 @@ def wrap(
     if settings.wrap is not None:
         wrapped = settings.wrap(model, backend)
     elif backend == "ddp":
+        need_process_group(backend)
         wrapped = slots.like(model, [_ddp(module, settings) for _, module in slots.labelled_items(model)])
-    optimizer = make_optimizer(slots.trainable(slots.named_params(model)))
-    return PlainSession(backend, wrapped, optimizer)
+    params = PlainSession(backend, wrapped, None).params()
+    return PlainSession(backend, wrapped, make_optimizer(slots.trainable(params)))
 
 
 def _ddp(module: nn.Module, settings: Settings) -> nn.Module:
     if not any(param.requires_grad for param in module.parameters()):
         return module  # DDP refuses a module without trainable params
     return DistributedDataParallel(module, find_unused_parameters=bool(settings.unused))
-
-
-# DDP compares a hook's annotations with its own classes, and knows them not as the strings that they are here: so it has none.
-def _summed(state, bucket):  # type: ignore[no-untyped-def]
-    """Reduce a bucket by sum: DDP itself divides by the ranks, a hook has to."""
-    reduced = dist.all_reduce(bucket.buffer(), async_op=True)
-    return reduced.get_future().then(lambda future: future.value()[0])
 
 
 def recognises(model: Any, optimizer: Any) -> bool:
@@ -96,6 +144,14 @@ def recognises(model: Any, optimizer: Any) -> bool:
 
 
 def attach(model: Any, optimizer: Any) -> PlainSession:
-    """Return a session over a plain or DDP model."""
-    replicated = any(isinstance(uncompiled(module), DistributedDataParallel) for _, module in slots.labelled_items(model))
-    return PlainSession("ddp" if replicated else "single", model, optimizer)
+    """Return a session over a plain or DDP model.
+
+    Raises:
+        UnsupportedError: If a part of it is wrapped by what is not known.
+    """
+    for part in (part for _, module in slots.labelled_items(model) for part in module.modules()):
+        if (why := _OTHERS.get(type(part).__name__)) and type(part).__module__.startswith("torch."):
+            raise UnsupportedError(f"no backend knows {type(part).__name__}: {why}.")
+    session = PlainSession("single", model, optimizer)
+    session.backend = "ddp" if session._replicated() else "single"
+    return session

@@ -1,12 +1,16 @@
-"""What the sessions over torch's own optimizers share: the step is where ``optimizer.step`` is, and gradients are in ``.grad``."""
+"""What the sessions over torch's own optimizers share: ``optimizer.step`` is the step, and gradients are in ``.grad``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,56 +21,49 @@ from truestep.state.view import StateView
 from truestep.words.errors import UnsupportedError
 from truestep.words.finding import Finding
 
+# The code of what torch puts around the `step` of every optimizer class: it is the same for all.
+_STEP_WRAPPER: Final = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
-class TorchSession:
+
+class TorchSession(ABC):
     """One wrapped model, or several, under torch optimizers.
 
     Args:
         backend: Name of the row.
         model: As the user's loop holds it.
-        optimizer: Likewise.
-        modules: The unwrapped models.
-        params: Every live param by name, as the optimizer should hold it.
+        optimizer: Likewise; None to look at the model alone.
         place: How a tensor of an optimizer lies on this rank.
     """
 
-    def __init__(
-        self,
-        backend: str,
-        model: Any,
-        optimizer: Any,
-        *,
-        modules: Sequence[nn.Module],
-        params: Sequence[tuple[str, nn.Parameter]],
-        place: Place = slots.replica,
-    ) -> None:
+    def __init__(self, backend: str, model: Any, optimizer: Any, place: Place = slots.replica) -> None:
         self.backend = backend
         self.model = model
         self.optimizer = optimizer
-        self._modules = list(modules)
-        self._params = list(params)
+        self.extras: dict[str, Any] = {}
         self._place = place
+        self._wrapped = slots.labelled_items(model)
+        self._inner = [(label, unwrapped(module)) for label, module in self._wrapped]
         self._labelled_optimizers = slots.labelled_items(optimizer) if optimizer is not None else []
         self.optimizers: list[torch.optim.Optimizer] = [item for _, item in self._labelled_optimizers]
-        self.extras: dict[str, Any] = {}
+        self._undo: list[Undo] = []
 
     # -- reads
 
     def modules(self) -> list[nn.Module]:
         """Return the unwrapped models."""
-        return self._modules
+        return [module for _, module in self._inner]
 
+    @abstractmethod
     def params(self) -> list[tuple[str, nn.Parameter]]:
-        """Return every live param by name."""
-        return self._params
+        """Return every live param by name, as the optimizer should hold it."""
 
     def view(self) -> StateView:
         """Return all slots, live."""
-        params = self.params()
-        found = [slot for name, param in params for slot in slots.param_slots(name, param, self.optimizers, self._place)]
-        for label, optimizer in self._labelled_optimizers:
-            found += slots.group_slots(optimizer, label)
-            found += slots.optimizer_slots(optimizer, label)
+        params, optimizers, place = self.params(), self._labelled_optimizers, self._place
+        found = [slot for name, param in params for slot in slots.param_slots(name, param, optimizers, place)]
+        for label, optimizer in optimizers:
+            found += slots.group_slots(optimizer, label, place)
+            found += slots.optimizer_slots(optimizer, label, place)
         return StateView(found, slots.orphans(self.optimizers, [param for _, param in params]))
 
     def identity(self) -> Identity:
@@ -91,7 +88,8 @@ class TorchSession:
     def contract(self) -> Contract:
         """Return how gradients are accumulated and reduced."""
         coarsest = coarsest_dtype([param for _, param in self.params() if param.requires_grad])
-        return Contract(accumulate_dtype=coarsest, reduce_dtype=coarsest)
+        replaced = compiled([module for _, module in self._wrapped])
+        return Contract(accumulate_dtype=coarsest, reduce_dtype=coarsest, operators_replaced=replaced)
 
     def warnings(self) -> list[Finding]:
         """Return what is legal here but known to do harm."""
@@ -99,12 +97,7 @@ class TorchSession:
 
     def hook_gradients(self, see: SeeGradient) -> Undo:
         """Call ``see(name, gradient)`` with each param's local gradient of each backward."""
-        handles = [
-            param.register_hook(lambda gradient, name=name: see(name, gradient))
-            for name, param in self.params()
-            if param.requires_grad
-        ]
-        return lambda: [handle.remove() for handle in handles] and None
+        return self._kept(hooked(self.params(), see))
 
     def on_step(self, before: Callable[[int], None], after: Callable[[int, dict[str, Piece | None]], None]) -> Undo:
         """Bracket ``optimizer.step`` of each optimizer."""
@@ -112,15 +105,17 @@ class TorchSession:
         handles = []
         for index, optimizer in enumerate(self.optimizers):
 
-            def entry(*_: Any, index: int = index, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                before(index)
-                entering[index] = self._gradients(optimizer)
+            def enter(optimizer: torch.optim.Optimizer, *_: Any, index: int = index) -> None:
+                if not _is_inside_its_own_step(optimizer):
+                    before(index)
+                    entering[index] = self._gradients(optimizer)
 
-            def leave(*_: Any, index: int = index) -> None:
-                after(index, entering.pop(index))
+            def leave(optimizer: torch.optim.Optimizer, *_: Any, index: int = index) -> None:
+                if not _is_inside_its_own_step(optimizer):
+                    after(index, entering.pop(index))
 
-            handles += [optimizer.register_step_pre_hook(entry), optimizer.register_step_post_hook(leave)]
-        return lambda: [handle.remove() for handle in handles] and None
+            handles += [optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)]
+        return self._kept(removal(handles))
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Piece | None]:
         name_by_id = {id(param): name for name, param in self.params()}
@@ -134,7 +129,7 @@ class TorchSession:
         shard, local = self._place(gradient)
         return Piece(shard, tuple(tensor.detach().clone() for tensor in local))
 
-    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece]:
+    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece] | None:
         """Return copies of this rank's part of the gradients that some params have now, by name."""
         name_by_id = {id(param): name for name, param in self.params()}
         gradients = {name_by_id[id(param)]: param.grad for param in held if id(param) in name_by_id}
@@ -152,7 +147,7 @@ class TorchSession:
 
     def backward(self, loss: Tensor) -> None:
         """Run backward."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def loss_scale(self) -> float:
         """Return 1: nobody else scales the loss."""
@@ -165,12 +160,12 @@ class TorchSession:
 
     def step(self) -> None:
         """Step every optimizer once."""
-        for _, optimizer in slots.labelled_items(self.optimizer):
+        for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        for _, optimizer in slots.labelled_items(self.optimizer):
+        for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def plant(self, fault: str) -> None:
@@ -178,7 +173,57 @@ class TorchSession:
         raise no_such_switch(self.backend, fault)
 
     def close(self) -> None:
-        """Nothing is kept in globals."""
+        """Undo every hook and every fault that can be undone; nothing is kept in globals."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _kept(self, undo: Undo) -> Undo:
+        """Return `undo`, which `close` calls too: it does nothing the second time."""
+        self._undo.append(undo)
+        return undo
+
+
+def hooked(params: Iterable[tuple[str, Tensor]], see: SeeGradient) -> Undo:
+    """Place ``see(name, gradient)`` on those of these leaves that train: called once a backward, with the local gradient."""
+    return removal(
+        [param.register_hook(lambda gradient, name=name: see(name, gradient)) for name, param in params if param.requires_grad]
+    )
+
+
+def removal(handles: Sequence[Any]) -> Undo:
+    """Return what removes these handles."""
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _is_inside_its_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether this hook runs in a step within a step of the same optimizer.
+
+    torch wraps the `step` of each class that was ever made, so one that calls its parent's runs all hooks twice. The stack is
+    asked, not a counter: a step that raises runs no post-hooks, and a counter would stay up.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _STEP_WRAPPER and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
+
+
+def need_process_group(backend: str) -> None:
+    """Demand the process group that this backend reduces over.
+
+    Raises:
+        UnsupportedError: If there is none.
+    """
+    if not dist.is_initialized():
+        raise UnsupportedError(
+            f"backend {backend!r} needs a process group, found none. Start ranks with torchrun, or call init_process_group."
+        )
 
 
 def no_such_switch(backend: str, fault: str) -> UnsupportedError:
@@ -186,9 +231,14 @@ def no_such_switch(backend: str, fault: str) -> UnsupportedError:
     return UnsupportedError(f"backend {backend!r} has no switch to {fault}. Plant this fault where it is one.")
 
 
-def coarsest_dtype(params: Sequence[Tensor]) -> torch.dtype:
+def coarsest_dtype(params: Iterable[Tensor]) -> torch.dtype:
     """Return the floating dtype with the largest unit roundoff among the params; float32 if there are none."""
-    return max((param.dtype for param in params), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    return coarsest(param.dtype for param in params)
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the floating dtype with the largest unit roundoff; float32 if there are none."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -197,9 +247,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module under torch.compile and DDP."""
+    """Return the module under torch.compile and DDP, in whatever order."""
     inner = uncompiled(module)
-    return uncompiled(inner.module) if isinstance(inner, DistributedDataParallel) else inner
+    if isinstance(inner, DistributedDataParallel):
+        inner = inner.module
+    return module if inner is module else unwrapped(inner)
 
 
 def compiled(modules: Sequence[nn.Module]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -13,15 +14,20 @@ from truestep.words.layout import Shard
 from truestep.words.names import OPTIMIZER_SLOT, clean, group_slot, labelled
 
 Place: TypeAlias = Callable[[Tensor], tuple[Shard, tuple[Tensor, ...]]]
+Labelled: TypeAlias = Sequence[tuple["str | None", torch.optim.Optimizer]]
 
-# What every torch optimizer carries in its __dict__ beside state.
-_FURNITURE: Final = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "base_optimizer", "optimizer"}
+# What an optimizer carries beside state: torch's own furniture, what schedules replace, what a GradScaler lends for one step.
+_FURNITURE: Final = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {
+    *("step", "base_optimizer", "optimizer"),
+    *("grad_scale", "found_inf"),
+}
+_NOT_SHOWN: Final = ("params", "param_names", "name")  # entries of a group that say what it is over
 
 
 def labelled_items(things: Any) -> list[tuple[str | None, Any]]:
     """Return ``(label, item)`` of one thing, a sequence or a mapping; the label of one thing alone is None."""
     if isinstance(things, Mapping) and not isinstance(things, nn.Module):
-        return list(things.items())
+        return [(str(label), item) for label, item in things.items()]
     if isinstance(things, (list, tuple)):
         return [(None, things[0])] if len(things) == 1 else [(str(index), item) for index, item in enumerate(things)]
     return [(None, things)]
@@ -36,13 +42,20 @@ def like(things: Any, items: Sequence[Any]) -> Any:
 
 def named_params(model: Any) -> list[tuple[str, nn.Parameter]]:
     """Return the params of a plain model, or of several, by name; of tied params the first name."""
-    found, seen = [], set()
-    for label, module in labelled_items(model):
-        for name, param in module.named_parameters():
-            if id(param) not in seen:
-                seen.add(id(param))
-                found.append((labelled(label, clean(name)), param))
-    return found
+    pairs = (
+        (labelled(label, clean(name)), param)
+        for label, module in labelled_items(model)
+        for name, param in module.named_parameters()
+    )
+    return first_names(pairs)
+
+
+def first_names(pairs: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return the ``(name, param)`` pairs without those whose param has come before."""
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in pairs:
+        first.setdefault(id(param), (name, param))
+    return list(first.values())
 
 
 def trainable(params: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
@@ -55,33 +68,54 @@ def replica(tensor: Tensor) -> tuple[Shard, tuple[Tensor, ...]]:
     return Shard.replica(tuple(tensor.shape)), (tensor.detach(),)
 
 
-def param_slots(name: str, param: Tensor, optimizers: Sequence[torch.optim.Optimizer], place: Place) -> Iterator[Slot]:
-    """Yield the slots of one param: itself, and what each optimizer keeps for it."""
+def param_slots(name: str, param: Tensor, optimizers: Labelled, place: Place) -> Iterator[Slot]:
+    """Yield the slots of one param: itself, and what each optimizer keeps for it.
+
+    Of a param that several optimizers hold, a key that is taken gets the optimizer's label before it: the view shows both.
+    """
     yield from slots_of(name, "param", param, place)
-    for optimizer in optimizers:
+    taken = {"param"}
+    for label, optimizer in optimizers:
         if param in optimizer.state:  # `in` first: optimizer.state is a defaultdict, and reading adds an entry
             for key, value in optimizer.state[param].items():
-                yield from slots_of(name, str(key), value, place)
+                free = f"{label or 'state'}/{key}" if str(key) in taken else str(key)
+                taken.add(free)
+                yield from slots_of(name, free, value, place)
 
 
-def group_slots(optimizer: torch.optim.Optimizer, label: str | None) -> Iterator[Slot]:
-    """Yield the entries of every param group but its params."""
-    for index, group in enumerate(optimizer.param_groups):
-        name = group_slot(labelled(label, str(group.get("name", index))))
+def group_slots(optimizer: torch.optim.Optimizer, label: str | None, place: Place = replica) -> Iterator[Slot]:
+    """Yield the entries of every param group but its params; groups are called by their ``name``, or by their index."""
+    names = [str(group.get("name", index)) for index, group in enumerate(optimizer.param_groups)]
+    if len(set(names)) < len(names):
+        names = [str(index) for index in range(len(names))]
+    for name, group in zip(names, optimizer.param_groups, strict=True):
         for key, value in group.items():
-            if key not in ("params", "param_names", "name"):
-                yield from slots_of(name, str(key), value, replica)
+            if key not in _NOT_SHOWN:
+                yield from slots_of(group_slot(labelled(label, name)), str(key), value, place)
 
 
-def optimizer_slots(optimizer: torch.optim.Optimizer, label: str | None) -> Iterator[Slot]:
-    """Yield what the optimizer object keeps for itself: attributes that are tensors or numbers, and state under no param."""
-    name = labelled(label, OPTIMIZER_SLOT) if label is None else f"{OPTIMIZER_SLOT}/{label}"
-    for key, value in vars(optimizer).items():
-        if key not in _FURNITURE and not key.startswith("_") and isinstance(value, (Tensor, int, float)):
-            yield from slots_of(name, key, value, replica)
-    for key, value in optimizer.state.items():
-        if not isinstance(key, Tensor):
-            yield from slots_of(name, str(key), value, replica)
+def optimizer_slots(optimizer: torch.optim.Optimizer, label: str | None, place: Place = replica) -> Iterator[Slot]:
+    """Yield what the optimizer object keeps for itself: attributes made of tensors and numbers, and state under no param."""
+    name = OPTIMIZER_SLOT if label is None else f"{OPTIMIZER_SLOT}/{label}"
+    kept = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _FURNITURE and not key.startswith("_") and value is not None and _is_state(value)
+    }
+    for key, value in kept.items():
+        yield from slots_of(name, key, value, place)
+    for owner, value in optimizer.state.items():
+        if not isinstance(owner, Tensor):
+            yield from slots_of(name, f"state/{owner}" if str(owner) in kept else str(owner), value, place)
+
+
+def _is_state(value: Any) -> bool:
+    """Tell whether a value is made of tensors and numbers; a container of the params themselves is none."""
+    if isinstance(value, Mapping):
+        return all(map(_is_state, value.values()))
+    if isinstance(value, (list, tuple, deque)):
+        return all(map(_is_state, value))
+    return value is None or isinstance(value, (int, float, complex, Tensor)) and not isinstance(value, nn.Parameter)
 
 
 def orphans(optimizers: Sequence[torch.optim.Optimizer], live: Sequence[Tensor]) -> list[tuple[str, tuple[str, ...]]]:

@@ -1,15 +1,15 @@
 """accelerate: it wraps a model that another backend knows, and acts through its own calls.
 
-On CPU ranks accelerate needs help (1.15): it refuses FSDP there, so its state is told by hand; with ``cpu=True`` it silently ignores a
-DeepSpeed plugin, so that is left out; under DeepSpeed it calls every rank process 0 of 1, so ranks come from torch.distributed.
+On CPU ranks accelerate needs help (1.15): it refuses FSDP there, so its state is told by hand; with ``cpu=True`` it silently
+ignores a DeepSpeed plugin, so that is left out; under DeepSpeed it calls every rank process 0 of 1, so ranks come from torch.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from truestep.backends import base, slots
 from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Session, Settings, Undo
+from truestep.backends.session import need_process_group
 from truestep.state.view import StateView
 from truestep.words.errors import UnsupportedError
 from truestep.words.finding import Finding
 
-_SWITCH = "ACCELERATE_USE_DEEPSPEED"
+_SWITCH: Final = "ACCELERATE_USE_DEEPSPEED"
+_PREFIX: Final = "ACCELERATE_"  # of the variables by which accelerate is told, and tells itself, what it runs under
 
 
 class AcceleratedSession:
@@ -36,15 +38,25 @@ class AcceleratedSession:
         optimizer: Likewise.
         under: The session that knows params, slots and steps.
         accelerator: None where the user keeps it to themselves: then this session only reads.
+        forget: What `close` calls last.
     """
 
-    def __init__(self, backend: str, model: Any, optimizer: Any, under: Session, accelerator: Accelerator | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        model: Any,
+        optimizer: Any,
+        under: Session,
+        accelerator: Accelerator | None = None,
+        forget: Undo = lambda: None,
+    ) -> None:
         self.backend = backend
         self.model = model
         self.optimizer = optimizer
         self.extras: dict[str, Any] = {"accelerator": accelerator}
         self._under = under
         self._accelerator = accelerator
+        self._forget = forget
         self.optimizers = under.optimizers
 
     def modules(self) -> list[nn.Module]:
@@ -89,15 +101,18 @@ class AcceleratedSession:
 
     @property
     def _engine(self) -> bool:
-        return self._acting().distributed_type == DistributedType.DEEPSPEED
+        return bool(self._acting().distributed_type == DistributedType.DEEPSPEED)
 
-    def _acting(self) -> Accelerator:
+    def _acting(self) -> Any:
         if self._accelerator is None:
-            raise UnsupportedError("this session only reads: it was attached without the Accelerator that prepared the model")
+            raise UnsupportedError(
+                "this session only reads: it was attached without the Accelerator that prepared the model. Act through that one."
+            )
         return self._accelerator
 
     @contextmanager
-    def _switched(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Tell accelerate, by its own flag, whether this is the window's last micro-batch."""
         accelerator = self._acting()
         accelerator.gradient_state._set_sync_gradients(last)
         try:
@@ -110,10 +125,6 @@ class AcceleratedSession:
         finally:
             accelerator.gradient_state._set_sync_gradients(True)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch, by accelerate's own flag."""
-        return self._switched(last)
-
     def backward(self, loss: Tensor) -> None:
         """Run ``accelerator.backward``."""
         self._acting().backward(loss)
@@ -122,7 +133,7 @@ class AcceleratedSession:
         """Return 1/K: accelerate, or the engine under it, divides the loss by the window's length."""
         if self._engine:
             return 1.0 / int(self.model.gradient_accumulation_steps())
-        return 1.0 / self._acting().gradient_accumulation_steps
+        return 1.0 / int(self._acting().gradient_accumulation_steps)
 
     def clip(self, max_norm: float) -> None:
         """Clip through accelerate; an engine clips inside its step, by its own setting."""
@@ -132,33 +143,49 @@ class AcceleratedSession:
 
     def step(self) -> None:
         """Step the prepared optimizer; under an engine the step is already over."""
+        self._acting()
         self.optimizer.step()
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
+        self._acting()
         self.optimizer.zero_grad()
 
     def close(self) -> None:
-        """Forget accelerate's process-wide state, which outlives an Accelerator."""
+        """Undo every hook; where the Accelerator is ours, forget its process-wide state, which outlives it."""
         self._under.close()
-        _forget()
+        self._forget()
 
 
 def wrap(
     backend: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any], settings: Settings
 ) -> AcceleratedSession:
-    """Build the optimizer, then call ``Accelerator().prepare(model, optimizer)``, as accelerate's documentation has it."""
+    """Build the optimizer, then call ``Accelerator().prepare(model, optimizer)``, as accelerate's documentation has it.
+
+    Raises:
+        UnsupportedError: If there are several models or optimizers, a `wrap` in the settings, or no process group.
+    """
+    if settings.wrap is not None:
+        raise UnsupportedError(
+            f"backend {backend!r} wraps by accelerate's prepare, and the recipe has a wrap of its own. "
+            "Leave it out, or use single, ddp, fsdp2 or a zero backend."
+        )
     optimizer = make_optimizer(slots.trainable(slots.named_params(model)))
-    if isinstance(model, (list, tuple, Mapping)) or isinstance(optimizer, (list, tuple, Mapping)):
+    if any(isinstance(things, (list, tuple, Mapping)) for things in (model, optimizer)):
         raise UnsupportedError(
             f"backend {backend!r} takes one model and one optimizer, and was given several. Use single, ddp or fsdp2 for several."
         )
-    _forget()
-    accelerator = _MAKERS[backend](model, settings)
-    accelerator.gradient_accumulation_steps = settings.micro_batches if backend != "accelerate-zero2" else 1
-    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
-    under = base.attach(prepared) if backend == "accelerate-zero2" else base.attach(prepared, innermost(prepared_optimizer))
-    return AcceleratedSession(backend, prepared, prepared_optimizer, under, accelerator)
+    need_process_group(backend)
+    forget = _fresh()
+    try:
+        accelerator = _MAKERS[backend](model, settings)
+        accelerator.gradient_accumulation_steps = settings.micro_batches if backend != "accelerate-zero2" else 1
+        prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
+        under = base.attach(prepared) if backend == "accelerate-zero2" else base.attach(prepared, innermost(prepared_optimizer))
+    except BaseException:
+        forget()
+        raise
+    return AcceleratedSession(backend, prepared, prepared_optimizer, under, accelerator, forget)
 
 
 def _replicated(model: nn.Module, settings: Settings) -> Accelerator:
@@ -202,10 +229,19 @@ _MAKERS: Mapping[str, Callable[[nn.Module, Settings], Accelerator]] = {
 }
 
 
-def _forget() -> None:
-    os.environ.pop(_SWITCH, None)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def _fresh() -> Undo:
+    """Let the next Accelerator be the first of this process; the undo does so again, and gives the environment back."""
+    earlier = {key: value for key, value in os.environ.items() if key.startswith(_PREFIX)}
+
+    def reset(environment: Mapping[str, str]) -> None:
+        for key in [key for key in os.environ if key.startswith(_PREFIX)]:
+            del os.environ[key]
+        os.environ.update(environment)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset({})
+    return lambda: reset(earlier)
 
 
 def innermost(optimizer: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from truestep.backends import slots, zero_engine, zero_layout
 from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Settings, Undo
-from truestep.backends.session import coarsest_dtype, compiled
+from truestep.backends.session import coarsest_dtype, compiled, no_such_switch
 from truestep.backends.zero_layout import Flat, Fragment
 from truestep.backends.zero_step import After, Before, StepBracket
 from truestep.state.view import StateView
@@ -160,6 +160,14 @@ class ZeroSession:
         flats = (flat for flat in self.flats() if id(flat.tensor) in stepping)
         return {name: piece for flat in flats for name, piece in zero_layout.pieces(flat, name_by_id).items()}
 
+    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece]:
+        """Return copies of the gradients that these params have now, where the step will use these: ZeRO 0 in fp32 alone."""
+        name_by_id = {id(param): name for name, param in self.params()}
+        stepped = {id(flat.tensor) for flat in self.flats()}
+        gradients = {name_by_id[id(param)]: param.grad for param in held if id(param) in name_by_id and id(param) in stepped}
+        whole = {name: slots.replica(gradient) for name, gradient in gradients.items() if gradient is not None}
+        return {name: Piece(shard, tuple(part.clone() for part in local)) for name, (shard, local) in whole.items()}
+
     def clips(self) -> Iterator[tuple[float, Tensor]]:
         """Yield and forget the engine's own clipping since the last call; of an attached engine, since the first."""
         return self._bracket.clips()
@@ -192,6 +200,12 @@ class ZeroSession:
     def zero_grad(self) -> None:
         """Clear the gradients of the model; the engine has cleared its own in its step."""
         self._engine.zero_grad()
+
+    def plant(self, fault: str) -> None:
+        """Keep the engine from reducing what backward made; only ZeRO 0 has a switch for it."""
+        if fault != "desynchronise" or self._engine.zero_optimization_stage():
+            raise no_such_switch(self.backend, fault)
+        self._engine.enable_backward_allreduce = False
 
     def close(self) -> None:
         """Take all hooks away; end the engine if it is ours."""

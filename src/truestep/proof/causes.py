@@ -20,6 +20,7 @@ from truestep.proof.fit import Fit, Rows
 from truestep.words.errors import TrueStepError
 from truestep.words.finding import listed
 
+# size: one table, and the predicates that only its rows use
 Matched: TypeAlias = Mapping[str, Any] | None
 
 
@@ -46,12 +47,14 @@ class Seen:
         fit: The fit.
         ratios: By rank, then by micro-batch; NaN where the fit could not tell.
         expected: The contract's coefficients.
+        weights: What each loss counts in the window's, laid out likewise.
         rank: Whose gradient it is.
     """
 
     fit: Fit
     ratios: Rows
     expected: Rows
+    weights: Rows
     rank: int
 
     @property
@@ -113,13 +116,17 @@ class Row:
     fix: str
 
 
-def cause(fit: Fit, expected: Sequence[Sequence[float]], rank: int) -> Cause | None:
+def cause(
+    fit: Fit, expected: Sequence[Sequence[float]], rank: int, weights: Sequence[Sequence[float]] | None = None
+) -> Cause | None:
     """Return the cause that the fitted coefficients point to, or None where they are as expected.
 
     Args:
         fit: Of the found gradient.
         expected: By rank, then by micro-batch: the coefficients of the contract.
         rank: Whose gradient it is.
+        weights: Laid out likewise: what each loss counts in the window's; the same as `expected` unless the loop has scaled its
+            losses before their backward.
 
     Raises:
         TrueStepError: If the two are not laid out alike.
@@ -129,10 +136,11 @@ def cause(fit: Fit, expected: Sequence[Sequence[float]], rank: int) -> Cause | N
             f"expected coefficients for {[len(row) for row in fit.coefficients]} micro-batches a rank, found "
             f"{[len(row) for row in expected]}. Pass expected[rank][micro-batch]."
         )
-    seen = Seen(fit, _told(fit, expected), tuple(tuple(row) for row in expected), rank)
-    for row in CAUSES:
-        if (fields := row.match(seen)) is not None:
-            return None if row.slug == RIGHT else Cause(row.slug, row.text.format(**fields), row.fix.format(**fields))
+    rows = tuple(tuple(row) for row in expected)
+    seen = Seen(fit, _told(fit, expected), rows, tuple(tuple(row) for row in weights or rows), rank)
+    for known in CAUSES:
+        if (fields := known.match(seen)) is not None:
+            return None if known.slug == RIGHT else Cause(known.slug, known.text.format(**fields), known.fix.format(**fields))
     raise TrueStepError("no row of the table of causes matched: its last row must always do")
 
 
@@ -252,10 +260,23 @@ def _some_are(seen: Seen, value: float) -> Matched:
     return {"which": listed(odd)} if odd and rest and all(seen.near(ratio, 1.0) for ratio in rest) else None
 
 
+def _given(seen: Seen) -> Rows:
+    """Return what each loss really counts in the gradient, by rank, then by micro-batch."""
+    pairs = zip(seen.ratios, seen.weights, strict=True)
+    return tuple(tuple(ratio * weight for ratio, weight in zip(ratios, weights, strict=True)) for ratios, weights in pairs)
+
+
 def _mean_of_means(seen: Seen) -> Matched:
-    same = seen.common(c for row in seen.fit.coefficients for c in row)
-    uneven = seen.common(e for row in seen.expected for e in row) is None
+    same = seen.common(given for row in _given(seen) for given in row)
+    uneven = seen.common(weight for row in seen.weights for weight in row) is None
     return {} if same is not None and uneven else None
+
+
+def _mean_of_ranks(seen: Seen) -> Matched:
+    """Match where each rank weighs its own losses as it should among themselves, and every rank counts the same."""
+    within = all(seen.common(row) is not None for row in seen.ratios)
+    same = seen.common(math.fsum(row) for row in _given(seen))
+    return {"W": seen.n_ranks} if within and same is not None else None
 
 
 def _weighted_otherwise(seen: Seen) -> Matched:
@@ -395,6 +416,12 @@ CAUSES: Final[tuple[Row, ...]] = (
         _mean_of_means,
         "every micro-batch has the same weight, though they hold different numbers of items: a mean of means",
         "Weigh each loss by its number of items over the window's, on all ranks together.",
+    ),
+    Row(
+        "mean-of-ranks",
+        _mean_of_ranks,
+        "each of the {W} ranks counts the same, though they hold different numbers of items: a mean of the ranks' means",
+        "Divide by the number of items of all ranks together (reduce it first), not by this rank's own.",
     ),
     Row(
         "weighted-otherwise",

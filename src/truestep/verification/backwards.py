@@ -12,6 +12,7 @@ from torch import Tensor
 from truestep.backends.base import Contract
 from truestep.state.digest import bitwise_equal
 from truestep.verification.cell import CellPlan
+from truestep.verification.clipping import Wholes
 from truestep.verification.gradients import Local, Window
 from truestep.verification.one_process import OneModel
 from truestep.verification.record import MicroBatch, StepRecord
@@ -78,7 +79,7 @@ class BackwardJudge:
             ]
             local.append([gradients for gradients, _ in pairs])
             coefficients.append([coefficient for _, coefficient in pairs])
-        return Window(local, coefficients, previous)
+        return Window(local, coefficients, weights, previous)
 
     def _micro_batch(
         self, record: StepRecord, batch: Any, micro_batch: MicroBatch | None, weight: float
@@ -102,6 +103,11 @@ class BackwardJudge:
             return micro_batch.gradients, weight * (float(loss) / float(root) if root is not None and float(root) else 1.0)
         if seen is None and float(factor) != 1.0:
             loss, own = self._one.run(batch, micro_batch, factor)
+        if micro_batch.joint:
+            self._sheet.not_checked(
+                "backward", "one backward ran over the losses of several micro-batches: theirs cannot be told apart"
+            )
+            return own, weight / float(factor)
         self._backward(record, batch, micro_batch, factor, own)
         return micro_batch.gradients, weight / float(factor)
 
@@ -160,10 +166,35 @@ class BackwardJudge:
         )
 
 
-def by_contract(window: Window, contract: Contract) -> Window:
-    """Return the window of a sum loss whose denominator is the user's own: the vendor's contract alone says what each counts."""
-    share = 1.0 if contract.reduction == "sum" else 1.0 / len(window.coefficients)
-    return Window(window.local, [[share] * len(row) for row in window.coefficients], window.previous)
+def by_contract(window: Window, contract: Contract, found: Wholes, *, declared: bool) -> Window:
+    """Return the window of a sum loss whose denominator is the user's own: the vendor's contract says what the gradients count.
+
+    Args:
+        window: With coefficients for losses that are sums over items, and divided by nobody.
+        contract: How the ranks reduce.
+        found: What they reduced, where the contract leaves open whether that is a sum or a mean.
+        declared: Whether the recipe counts items: each then weighs the same, whatever the denominator.
+    """
+    share = _share(window, contract, found)
+    counts = [count for row in window.coefficients for count in row]
+    scale = share * len(counts) / math.fsum(counts) if declared and math.fsum(counts) else 0.0
+    rows = [[count * scale if scale else share for count in row] for row in window.coefficients]
+    return Window(window.local, rows, window.weights, window.previous)
+
+
+def _share(window: Window, contract: Contract, found: Wholes) -> float:
+    """Return what a rank's gradient counts in the reduced one."""
+    ranks = len(window.local)
+    if contract.reduction is not None:
+        return 1.0 if contract.reduction == "sum" else 1.0 / ranks
+    along = across = 0.0  # a user's hook decides: a sum or a mean, whichever is nearer
+    for name, whole in found.items():
+        for _, gradient in whole[:1]:
+            local = [each.double() for row in window.of(name, gradient.shape) for each in row]
+            summed = torch.stack(local).sum(0)
+            along += float((summed * gradient.double()).sum())
+            across += float(summed.square().sum())
+    return min((1.0, 1.0 / ranks), key=lambda share: abs(along - share * across))
 
 
 def factor_between(root: Tensor | None, loss: Tensor, plan: CellPlan) -> Tensor | None:

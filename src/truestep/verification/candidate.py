@@ -57,10 +57,9 @@ def _train(plan: CellPlan, connection: Connection, clean_up: ExitStack) -> None:
     link.send(connection, {"rank": rank, "warnings": session.warnings(), "settings": _about(session)})
     for step in range(1, plan.steps + 1):
         window = batches.window(step)
-        identity = session.identity()
         with recorder.step(step, rank, copy.deepcopy(window)) as record:
             record.loss = run_step(window)
-        link.send(connection, {"record": record, "identity": identity, "orphans": session.view().orphans})
+        link.send(connection, record)
         worker.report(("step", step))
         if step == planted.DROP_AFTER_STEP:
             planted.act("between", faults, session, count, plan.micro_batches)

@@ -1,4 +1,4 @@
-"""The phases `reduce` and `clip`: the gradient that enters the step is the weighted sum of this window's local ones."""
+"""The phase `reduce`: the gradient that enters the step is the weighted sum of this window's local ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from truestep.backends.base import Contract, Piece
+from truestep.backends.base import Contract
 from truestep.proof import bounds, causes
 from truestep.proof.fit import fit
-from truestep.verification.record import Clip, StepRecord
+from truestep.verification.clipping import Clipping, Wholes, clippings
+from truestep.verification.record import StepRecord
 from truestep.verification.sheet import Sheet
 from truestep.verification.whole import whole_gradients
 from truestep.words.finding import SHOWN_AT_MOST, Finding
@@ -29,11 +30,13 @@ class Window:
     Attributes:
         local: ``[rank][micro-batch]``: the local gradients.
         coefficients: Laid out likewise: what each counts in the reduced gradient.
+        weights: Likewise: what each loss counts in the window's.
         previous: The local gradients of the window before.
     """
 
     local: Local
     coefficients: Sequence[Sequence[float]]
+    weights: Sequence[Sequence[float]]
     previous: Local = field(default_factory=list)
 
     @property
@@ -53,33 +56,27 @@ class Reduced:
     Attributes:
         found: ``name -> [(ranks, gradient)]``, several where replicas differ; before clipping where that could be seen.
         entering: What entered the innermost step.
-        clipped: Names whose `found` is already clipped, by the factor given here.
+        factor: By which `found` is already clipped, where an engine did it inside its step.
+        clippings: In their order.
     """
 
-    found: Mapping[str, list[tuple[tuple[int, ...], Tensor]]]
-    entering: Mapping[str, list[tuple[tuple[int, ...], Tensor]]]
-    clipped: Mapping[str, float]
+    found: Wholes
+    entering: Wholes
+    factor: float
+    clippings: Sequence[Clipping]
 
 
 def reduced(records: Sequence[StepRecord]) -> Reduced:
     """Return the reduced gradient of a step from all ranks' records."""
-    names = list(dict.fromkeys(name for record in records for name in record.entering))
+    names = dict.fromkeys(name for record in records for name in record.entering)
     entering = {name: whole_gradients([record.entering.get(name) for record in records], name) for name in names}
-    found = dict(entering)
-    clipped: dict[str, float] = {}
-    for place, clip in enumerate(records[0].clips):
-        for name in names:
-            if clip.unclipped is None:
-                clipped[name] = clipped.get(name, 1.0) * bounds.clip_factor(clip.max_norm, float(clip.norm))
-            elif name in clip.unclipped or any(name in (_clip(record, place).unclipped or {}) for record in records):
-                pieces: list[Piece | None] = [(_clip(record, place).unclipped or {}).get(name) for record in records]
-                first_seen = not any(name in (earlier.unclipped or {}) for earlier in records[0].clips[:place])
-                found[name] = whole_gradients(pieces, name) if first_seen else found[name]
-    return Reduced(found, entering, clipped)
-
-
-def _clip(record: StepRecord, place: int) -> Clip:
-    return record.clips[place] if place < len(record.clips) else Clip(math.inf, torch.tensor(0.0), None)
+    made = clippings(records)
+    seen_first: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+    for clipping in reversed(made):
+        seen_first.update(clipping.unclipped or {})
+    found = {name: seen_first.get(name, whole) for name, whole in entering.items()}
+    factor = math.prod(clipping.factor for clipping in made if clipping.unclipped is None)
+    return Reduced(found, entering, factor, made)
 
 
 def judge_reduction(sheet: Sheet, window: Window, seen: Reduced, contract: Contract, shapes: Mapping[str, torch.Size]) -> None:
@@ -90,8 +87,8 @@ def judge_reduction(sheet: Sheet, window: Window, seen: Reduced, contract: Contr
             failed += _judge(sheet, name, window, seen, contract, shapes[name])
     if not failed:
         return
-    told = _cause(failed, window)
     for name, ranks, _, worst in failed[:SHOWN_AT_MOST]:
+        told = _cause([row for row in failed if row[1] == ranks], window)
         sheet.add(_finding(name, ranks, worst, told, window, len({row[0] for row in failed})), "reduce")
 
 
@@ -120,7 +117,7 @@ def _judge(sheet: Sheet, name: str, window: Window, seen: Reduced, contract: Con
 def _expected(
     sheet: Sheet, name: str, window: Window, seen: Reduced, contract: Contract, shape: torch.Size
 ) -> bounds.Expected | None:
-    local, factor = window.of(name, shape), seen.clipped.get(name, 1.0)
+    local, factor = window.of(name, shape), seen.factor
     coefficients = [[factor * c for c in row] for row in window.coefficients]
     accumulate: torch.dtype | None = contract.accumulate_dtype
     micro_batches, ranks = max(map(len, local)), len(local)
@@ -144,16 +141,15 @@ def _expected(
     )
 
 
-def _cause(failed: Sequence[Failed], window: Window) -> causes.Cause | None:
-    first_ranks = failed[0][1]
-    rows = [row for row in failed if row[1] == first_ranks]
-    names = [name for name, *_ in rows]
+def _cause(rows: Sequence[Failed], window: Window) -> causes.Cause | None:
+    """Return the cause that the gradients of the same ranks show together."""
+    ranks, names = rows[0][1], [name for name, *_ in rows]
 
     def columns(local: Local) -> list[list[list[Tensor | None]]]:
         return [[[micro_batch.get(name) for name in names] for micro_batch in row] for row in local]
 
     coefficients = fit([gradient for *_, gradient, _ in rows], columns(window.local), previous=columns(window.previous) or None)
-    return causes.cause(coefficients, window.coefficients, first_ranks[0] if first_ranks else 0)
+    return causes.cause(coefficients, window.coefficients, ranks[0] if ranks else 0, window.weights)
 
 
 def _finding(
@@ -179,100 +175,3 @@ def _finding(
         cause=told.text if told else None,
         fix=told.fix if told else "",
     )
-
-
-def judge_clip(sheet: Sheet, records: Sequence[StepRecord], seen: Reduced, max_norm: float | None, contract: Contract) -> None:
-    """Judge clipping: the norm, recomputed from the reduced gradient, and one factor for all."""
-    clips = records[0].clips
-    if not clips:
-        _judge_unclipped(sheet, seen, max_norm)
-        return
-    for place, clip in enumerate(clips):
-        _judge_norm(sheet, place, clip, records, seen, contract)
-        if clip.unclipped is not None:
-            _judge_factor(sheet, clip, [_clip(record, place) for record in records], seen)
-
-
-def _judge_unclipped(sheet: Sheet, seen: Reduced, max_norm: float | None) -> None:
-    if max_norm is None:
-        return
-    gradients = [whole[0][1] for whole in seen.entering.values() if whole]
-    dtype = max((gradient.dtype for gradient in gradients), key=bounds.unit_roundoff, default=torch.float32)
-    norm = float(bounds.norm_bound(gradients, dtype=torch.float64).value)
-    # A clip that the engine made but did not tell of leaves the norm at its limit, but for rounding.
-    if norm > max_norm * (1 + bounds.gamma(2 * bounds.CLIP_ROUNDINGS, bounds.unit_roundoff(dtype))):
-        sheet.add(
-            Finding(
-                "gradient/not-clipped",
-                "gradient",
-                "error",
-                key="grad",
-                expected=f"gradients clipped to a norm of {max_norm:g}",
-                found=f"a norm of {norm:.6g} at the step's entry",
-                cause="no clipping happened between backward and step",
-                fix="Clip before optimizer.step(), or set the engine's gradient_clipping.",
-            ),
-            "clip",
-        )
-
-
-def _judge_norm(sheet: Sheet, place: int, clip: Clip, records: Sequence[StepRecord], seen: Reduced, contract: Contract) -> None:
-    names = [
-        name for name in seen.found if clip.unclipped is None or any(name in (_clip(r, place).unclipped or {}) for r in records)
-    ]
-    factors = {name: seen.clipped.get(name, 1.0) or 1.0 for name in names}
-    gradients = [seen.found[name][0][1].double() / factors[name] for name in names if seen.found[name]]
-    extra = bounds.CLIP_ROUNDINGS if any(factor != 1.0 for factor in factors.values()) else 0
-    # Norms of 16-bit gradients add up in float32, and are rounded to 16 bits once a tensor, a rank, and in the end.
-    expected = bounds.norm_bound(gradients, dtype=torch.float32, ranks=len(records), n_extra=extra)
-    stages = 3 if contract.reduce_dtype.itemsize < 4 else 0
-    coarse = bounds.gamma(stages, bounds.unit_roundoff(contract.reduce_dtype)) * (expected.value + expected.bound)
-    allowed = bounds.Expected(expected.value, expected.bound + coarse)
-    norms = [float(_clip(record, place).norm) for record in records]
-    worst = max((bounds.worst(torch.tensor(norm, dtype=torch.float64), allowed) for norm in norms), key=lambda found: found.ratio)
-    if worst.ratio <= 1:
-        sheet.bounded("clip", worst.ratio)
-        return
-    sheet.add(
-        Finding(
-            "gradient/clip-norm",
-            "gradient",
-            "error",
-            key="grad",
-            expected=f"a global norm of {worst.expected:.8g} over all shards",
-            found=f"{worst.found:.8g} returned",
-            cause="the norm that clipping used is not that of the whole reduced gradient (a local or partial norm)",
-            fix="Clip by the global norm: torch's clip_grad_norm_ on the wrapped model's params, or the engine's own setting.",
-            ranks=tuple(rank for rank, norm in enumerate(norms) if norm == worst.found),
-        ),
-        "clip",
-    )
-
-
-def _judge_factor(sheet: Sheet, clip: Clip, clips: Sequence[Clip], seen: Reduced) -> None:
-    factor = bounds.clip_factor(clip.max_norm, float(clip.norm))
-    for name in [name for name in seen.found if any(name in (rank_clip.unclipped or {}) for rank_clip in clips)]:
-        if not seen.found[name] or not seen.entering.get(name):
-            continue
-        unclipped, entering = seen.found[name][0][1], seen.entering[name][0][1]
-        u = bounds.unit_roundoff(entering.dtype)
-        value = unclipped.double() * factor
-        bound = value.abs() * bounds.gamma(bounds.CLIP_ROUNDINGS, u) + 2 * bounds.smallest_subnormal(entering.dtype)
-        worst = bounds.worst(entering, bounds.Expected(value, bound))
-        if worst.ratio <= 1:
-            sheet.bounded("clip", worst.ratio)
-            continue
-        sheet.add(
-            Finding(
-                "gradient/clip-factor",
-                "gradient",
-                "error",
-                param=name,
-                key="grad",
-                expected=f"the reduced gradient times {factor:.6g}, one factor for all",
-                found=f"{worst.found:.8g} where {worst.expected:.8g} should be",
-                cause="the gradients were changed after clipping, or clipping did not act on them",
-                fix="Clip once, after the last backward and right before the step.",
-            ),
-            "clip",
-        )

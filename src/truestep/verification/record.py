@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from truestep.backends.base import Contract, Piece, Session, Undo
+from truestep.backends.base import Contract, Identity, Piece, Session, Undo
 from truestep.state.view import Slot, StateView
 from truestep.words.finding import Finding
 
@@ -34,6 +34,7 @@ class MicroBatch:
         factor: The gradient that reached that loss.
         root: The tensor that backward was called on.
         gradients: This rank's local gradient of each param that got one.
+        joint: One backward ran over this loss and others together, so that its own gradients were not seen.
     """
 
     rng: dict[str, Any]
@@ -44,15 +45,24 @@ class MicroBatch:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     backwards: int = 0
     factors_seen: int = 0
+    joint: bool = False
 
 
 @dataclass
 class Clip:
-    """One recorded clipping: its limit, the norm it returned, and the gradients as they were before, where they could be seen."""
+    """One recorded clipping.
+
+    Attributes:
+        max_norm: Its limit.
+        norm: What it returned.
+        unclipped: The gradients that it was given, as they were before; None where an engine clips inside its step.
+        micro_batches: How many were over.
+    """
 
     max_norm: float
     norm: Tensor
     unclipped: dict[str, Piece] | None
+    micro_batches: int = 0
 
 
 @dataclass
@@ -68,6 +78,8 @@ class StepRecord:
         steps: How often each optimizer stepped.
         micro_batches_at_step: How many micro-batches were over when the first step came.
         after: The view right after the first step.
+        identity: Who is who when the first step came.
+        orphans: State keyed by no live param then.
         loss: What `train_step` returned.
     """
 
@@ -83,6 +95,8 @@ class StepRecord:
     steps: list[int] = field(default_factory=list)
     micro_batches_at_step: int = 0
     after: StateView | None = None
+    identity: Identity | None = None
+    orphans: tuple[tuple[str, tuple[str, ...]], ...] = ()
     contract: Contract = field(default_factory=Contract)
     loss: float | None = None
 
@@ -103,6 +117,7 @@ class Recorder:
         self._start: StateView | None = None
         self._forward_open = False
         self._in_backward = False
+        self._reached: list[MicroBatch] = []
         self._undo: list[Undo] = [
             session.hook_gradients(self._see_gradient),
             session.on_step(self._before_step, self._after_step),
@@ -127,9 +142,12 @@ class Recorder:
             record.between, record.start = changes, self._start
         with self._watching_backward(), self._watching_clips():
             yield record
-        record.clips += [Clip(limit, norm.detach().cpu().clone(), None) for limit, norm in self._session.clips()]
+        by_engine = [Clip(limit, norm.detach().cpu().clone(), None) for limit, norm in self._session.clips()]
+        record.clips += by_engine[:1]  # of the first step, as `entering` is
         if record.after is None:
             record.after = plain_copy(self._session.view())
+        if record.identity is None:
+            record.identity, record.orphans = self._session.identity(), record.after.orphans
         self._last = record.after
 
     def loss(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
@@ -144,6 +162,7 @@ class Recorder:
 
             def reached(factor: Tensor) -> None:
                 micro_batch.factors_seen += 1
+                self._reached.append(micro_batch)
                 micro_batch.factor = factor.detach().cpu().clone()
 
             if value.requires_grad:
@@ -185,6 +204,7 @@ class Recorder:
             if outermost:
                 root = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
                 micro_batch.root = root.detach().cpu().clone() if isinstance(root, Tensor) else None
+                self._reached = []
             self._in_backward = True
             try:
                 backward(tensors, *args, **kwargs)
@@ -192,7 +212,10 @@ class Recorder:
                 if outermost:
                     self._in_backward = False
                     self._forward_open = False
-                    micro_batch.backwards += 1
+                    together = list({id(each): each for each in [*self._reached, micro_batch]}.values())
+                    for each in together:
+                        each.backwards += 1
+                        each.joint = each.joint or len(together) > 1
 
         # Tensor.backward and every vendor's backward look this function up when they run.
         with mock.patch.object(torch.autograd, "backward", watched):
@@ -210,12 +233,24 @@ class Recorder:
     def _before_step(self, index: int) -> None:
         record = self._record
         if not any(record.steps):
-            record.micro_batches_at_step = sum(
-                1 for micro_batch in record.micro_batches if micro_batch.backwards or self._in_backward
-            )
-            if self._start is not None and (changes := self._changes(self._start, plain_copy(self._session.view()))):
-                record.between += changes
+            record.micro_batches_at_step = self._micro_batches_over()
+            self._note_entry(record)
         record.steps[index] += 1
+
+    def _note_entry(self, record: StepRecord) -> None:
+        """Note what changed since the window's start, and who is who, as the first step comes."""
+        entry = plain_copy(self._session.view())
+        record.identity, record.orphans = self._session.identity(), entry.orphans
+        start = self._start or entry
+        changes = self._changes(start, entry)
+        if start.orphans and not entry.orphans:
+            # State that was keyed by dead params was moved to the live ones: a repair, and what the step starts from.
+            changes = [change for change in changes if change.expected != "absent"]
+            record.start = entry
+        record.between += changes
+
+    def _micro_batches_over(self) -> int:
+        return sum(1 for micro_batch in self._record.micro_batches if micro_batch.backwards or self._in_backward)
 
     def _after_step(self, index: int, entering: dict[str, Piece | None]) -> None:
         record = self._record
@@ -237,9 +272,11 @@ class Recorder:
 
         def watched(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
             held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            unclipped = self._session.pieces(held)
-            norm = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
-            self._record.clips.append(Clip(float(max_norm), norm.detach().cpu().clone(), unclipped))
+            if not all(self._record.steps):  # what is clipped after the step is no longer of this window
+                norm = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+                unclipped = self._session.pieces(held) or {}
+                clip = Clip(float(max_norm), norm.detach().cpu().clone(), unclipped, self._micro_batches_over())
+                self._record.clips.append(clip)
             clip_with(held, max_norm, total_norm, *args, **kwargs)
 
         # `clip_grad_norm_` calls this by its module's name, so a loop that imported it earlier is seen as well.

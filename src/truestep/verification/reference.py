@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from truestep.backends import slots
+from truestep.backends.base import Identity
 from truestep.proof.identity import identity_findings
 from truestep.state.digest import bitwise_equal
 from truestep.state.view import StateView
-from truestep.verification import backwards, gradients, link, updates, whole, worker
+from truestep.verification import backwards, clipping, gradients, link, updates, whole, worker
 from truestep.verification.cell import CellPlan, seed_everything
 from truestep.verification.loop import measured_reduction, window_weights
 from truestep.verification.one_process import FreeRun, OneModel
 from truestep.verification.recipe import Recipe, load
 from truestep.verification.record import StepRecord
 from truestep.verification.sheet import Sheet
-from truestep.words.finding import Finding
+from truestep.words.finding import Finding, listed
 
 
 def serve(plan: CellPlan, where: link.Address) -> dict[str, Any] | None:
@@ -89,13 +90,12 @@ class Reference:
         self.losses: list[float] = []
         self.free_losses: list[float] = []
 
-    def step(self, number: int, messages: Sequence[dict[str, Any]]) -> None:
+    def step(self, number: int, records: Sequence[StepRecord]) -> None:
         """Judge one step, unless an earlier one failed; take one of the free run."""
-        records: list[StepRecord] = [message["record"] for message in messages]
         self.sheet.step = number
         weights = self._weights([record.batches for record in records])
         if not self.sheet.failed:
-            for finding in identity_findings(messages[0]["identity"], messages[0]["orphans"]):
+            for finding in identity_findings(records[0].identity or Identity({}, {}, [], []), records[0].orphans):
                 self.sheet.add(finding, "update")
             self._judge(records, weights)
         if self._scheduler is not None:
@@ -120,17 +120,23 @@ class Reference:
             self.sheet.add(finding, "between")
         if self.sheet.failed:
             return
+        self._steps_taken(records)
+        if self.sheet.failed:
+            return
         self._one.set_params(start)
         backwards.judge_data(self.sheet, records, self._batches)
         window = self._backwards.window(records, weights, self._previous)
         contract = records[0].contract
-        if self._recipe.train_step is not None and self._reduction == "sum" and self._recipe.num_items is None:
-            window = backwards.by_contract(window, contract)
         seen = gradients.reduced(records)
-        gradients.judge_reduction(self.sheet, window, seen, contract, {name: p.shape for name, p in self._one.trainable.items()})
-        self._steps_taken(records)
+        if self._recipe.train_step is not None and self._reduction == "sum" and self._recipe.reduction is None:
+            window = backwards.by_contract(window, contract, seen.found, declared=self._recipe.num_items is not None)
+        clipping.judge_time(self.sheet, records, seen.clippings)
         if not self.sheet.failed:
-            gradients.judge_clip(self.sheet, records, seen, self._recipe.max_norm, contract)
+            shapes = {name: param.shape for name, param in self._one.trainable.items()}
+            gradients.judge_reduction(self.sheet, window, seen, contract, shapes)
+        if not self.sheet.failed:
+            self._one_step(records)
+            clipping.judge_clip(self.sheet, seen.clippings, seen.entering, seen.found, self._recipe.max_norm, contract)
         if not self.sheet.failed:
             self._update(records, start, window, seen)
         self._last = [record.after for record in records if record.after is not None]
@@ -147,9 +153,16 @@ class Reference:
                 self.sheet.bitwise("between", len(self._last[record.rank]))
 
     def _steps_taken(self, records: Sequence[StepRecord]) -> None:
+        """Judge whether every rank stepped; how often is told after the gradient, which names the cause."""
+        counts = [max(record.steps, default=0) for record in records]
+        if not any(counts):
+            self.sheet.add(_stepped(records[0], 0), "reduce")
+        elif not all(counts):
+            self.sheet.add(_stepped_apart(counts), "update")
+
+    def _one_step(self, records: Sequence[StepRecord]) -> None:
         for record in records:
-            often = max(record.steps, default=0)
-            if often != 1 and not self.sheet.failed:
+            if (often := max(record.steps, default=0)) != 1 and not self.sheet.failed:
                 self.sheet.add(_stepped(record, often), "reduce")
 
     def _update(
@@ -211,6 +224,19 @@ def _stepped(record: StepRecord, often: int) -> Finding:
         ranks=(record.rank,),
         cause=f"the optimizer stepped {often} times in a window of {len(record.batches)} micro-batches" if often else None,
         fix="Step once, after the window's last backward, at the engine's boundary.",
+    )
+
+
+def _stepped_apart(counts: Sequence[int]) -> Finding:
+    return Finding(
+        "ranks/steps-differ",
+        "ranks",
+        "error",
+        expected="an optimizer step on every rank",
+        found=f"{listed(counts)}, rank by rank",
+        ranks=tuple(rank for rank, count in enumerate(counts) if not count),
+        cause="some ranks stepped and others skipped: a condition that depends on the rank or its data",
+        fix="Decide on all ranks together whether to step: reduce what the condition looks at.",
     )
 
 

@@ -1,0 +1,1 @@
+"""The probe: measures how far an optimizer's update looks, what it keeps, and what it needs; evidence, not proof."""
