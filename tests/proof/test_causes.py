@@ -63,6 +63,8 @@ PLANTED: list[tuple[str, Table, Table, str]] = [
     ("last-micro-batch-only", picked(2, 4, [3], 4), mean(2, 4), "lost, times 4"),
     ("last-micro-batch-only", picked(1, 2, [1]), mean(1, 2), "the last micro-batch alone"),
     ("first-micro-batch-only", picked(2, 4, [0]), mean(2, 4), "the step ran before the window was complete"),
+    ("last-micro-batches-only", picked(2, 4, [2, 3]), mean(2, 4), "the last 2 of 4 micro-batches alone"),
+    ("first-micro-batches-only", picked(3, 4, [0, 1, 2]), mean(3, 4), "the first 3 of 4 micro-batches alone"),
     ("one-micro-batch-only", picked(2, 4, [1]), mean(2, 4), "micro-batch 2 of 4 alone"),
     ("not-reduced", [[0.25] * 4, [0.0] * 4], mean(2, 4), "only rank 0's own gradients: they were never reduced over the 2 ranks"),
     ("not-reduced", [[1.0], [0.0], [0.0]], mean(3, 1), "the 3 ranks"),

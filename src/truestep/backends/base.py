@@ -188,6 +188,7 @@ BACKENDS: Final[Mapping[str, Row]] = {
     "single": Row("plain", None, None, "one process"),
     "ddp": Row("plain", None, None, "DistributedDataParallel"),
     "fsdp2": Row("dtensor", None, None, "fully_shard, DTensor params"),
+    "fsdp1": Row("fsdp1", None, None, "FullyShardedDataParallel, use_orig_params=True"),
     "zero0": Row("zero", "deepspeed", "deepspeed", "DeepSpeed engine, ZeRO 0"),
     "zero1": Row("zero", "deepspeed", "deepspeed", "DeepSpeed engine, ZeRO 1"),
     "zero2": Row("zero", "deepspeed", "deepspeed", "DeepSpeed engine, ZeRO 2"),

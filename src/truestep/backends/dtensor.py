@@ -7,8 +7,7 @@ unsharded ones), so names and params come from FSDP's own records.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -21,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from truestep.backends import slots
 from truestep.backends.base import Contract, SeeGradient, Settings, Undo
+from truestep.backends.blocks import blocks
 from truestep.backends.session import TorchSession, coarsest, hooked, need_process_group, no_such_switch
 from truestep.words.errors import UnsupportedError
 from truestep.words.finding import listed
@@ -44,11 +44,15 @@ def place(tensor: Tensor) -> tuple[Shard, tuple[Tensor, ...]]:
     shape = tuple(tensor.shape)
     lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     box = Box(tuple(offsets), tuple(offset + length for offset, length in zip(offsets, lengths, strict=True)))
-    if box.shape == shape:
-        return Shard(Layout.WHOLE, shape, (box,)), (local,)
-    dims = [placement.dim for placement in tensor.placements if isinstance(placement, ShardedBy)]
-    layout = Layout.DIM0 if dims == [0] else Layout.BLOCK
-    return (Shard(layout, shape, (box,)), (local,)) if box.numel else (Shard(layout, shape, ()), ())
+    shard = Shard(_layout(tensor), shape, (box,) if box.numel or box.shape == shape else ())
+    return shard, (local,) if shard.boxes else ()
+
+
+def _layout(tensor: DTensor) -> Layout:
+    """Return how a tensor is cut: the same on every rank, also where one of them holds all of it."""
+    lengths = tensor.device_mesh.shape
+    dims = [cut.dim for cut, ranks in zip(tensor.placements, lengths, strict=True) if isinstance(cut, ShardedBy) and ranks > 1]
+    return Layout.WHOLE if not dims else Layout.DIM0 if dims == [0] else Layout.BLOCK
 
 
 class ShardedSession(TorchSession):
@@ -253,27 +257,6 @@ def shard(module: nn.Module) -> nn.Module:
         fully_shard(block)
     fully_shard(module)  # in place
     return module
-
-
-def blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the elements of module lists whose params belong to them alone: FSDP refuses a param in two groups."""
-    uses = _uses(root)
-    found = dict.fromkeys(block for block in _elements(root) if any(True for _ in block.parameters()))
-    return [block for block in found if all(uses[key] == count for key, count in _uses(block).items())]
-
-
-def _elements(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield what stands in module lists, lists of lists too; not what is inside of an element."""
-    for child in module.children():
-        if isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield child
-        else:
-            yield from _elements(child)
-
-
-def _uses(module: nn.Module) -> Mapping[int, int]:
-    """Return ``id(param) -> places`` where it is registered in this module."""
-    return Counter(id(param) for part in module.modules() for param in part._parameters.values() if param is not None)
 
 
 def recognises(model: Any, optimizer: Any) -> bool:

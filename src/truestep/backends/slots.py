@@ -83,12 +83,15 @@ def param_slots(name: str, param: Tensor, optimizers: Labelled, place: Place) ->
                 yield from slots_of(name, free, value, place)
 
 
-def group_slots(optimizer: torch.optim.Optimizer, label: str | None, place: Place = replica) -> Iterator[Slot]:
-    """Yield the entries of every param group but its params; groups are called by their ``name``, or by their index."""
+def group_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what the param groups are called: their ``name``, or where that does not tell them apart, their index."""
     names = [str(group.get("name", index)) for index, group in enumerate(optimizer.param_groups)]
-    if len(set(names)) < len(names):
-        names = [str(index) for index in range(len(names))]
-    for name, group in zip(names, optimizer.param_groups, strict=True):
+    return names if len(set(names)) == len(names) else [str(index) for index in range(len(names))]
+
+
+def group_slots(optimizer: torch.optim.Optimizer, label: str | None, place: Place = replica) -> Iterator[Slot]:
+    """Yield the entries of every param group but its params."""
+    for name, group in zip(group_names(optimizer), optimizer.param_groups, strict=True):
         for key, value in group.items():
             if key not in _NOT_SHOWN:
                 yield from slots_of(group_slot(labelled(label, name)), str(key), value, place)

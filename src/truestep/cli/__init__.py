@@ -1,7 +1,8 @@
 """The command line: `truestep COMMAND`. One file a command.
 
 Exit status: 0 all holds; 1 errors found; 2 the command line or the input is wrong, or the run could not be finished; 3 nothing
-wrong but something not checked that `--allow` does not name; 130 interrupted; 141 the reader of the output went away.
+wrong but something not checked that `--allow` does not name; 130 interrupted; 141 the reader of the output went away; 143 told to
+end. Under a launcher all ranks end with the status of rank 0, which is the one that prints.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -22,16 +25,43 @@ if TYPE_CHECKING:
 
 # Command -> module of this package that holds a function of the same name. None of them loads torch before it runs.
 COMMANDS: Final = ("verify", "demo")
-WRONG, INTERRUPTED, READER_GONE = 2, 130, 141
+WRONG, INTERRUPTED, READER_GONE, ENDED = 2, 130, 141, 143
+LINGER_S: Final = 2.0
 
 
 class _ReaderGone(Exception):
     """Carries a broken pipe past typer, which would make it exit status 1: what stands for a difference here."""
 
 
+class _Ended(BaseException):
+    """Carries SIGTERM through the clean-up of what has been started."""
+
+
 def main() -> None:
     """Run the command line of this process; the console entry."""
-    sys.exit(run(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, _end)
+    status = run(sys.argv[1:])
+    if "WORLD_SIZE" in os.environ:
+        _leave_together(status)
+    sys.exit(status)
+
+
+def _end(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # The second one ends the clean-up too.
+    raise _Ended
+
+
+def _leave_together(status: int) -> None:
+    """End this rank, once rank 0 has said all there is to say: a launcher ends all when one ends with an error."""
+    given = sys.modules.get("truestep.verification.given")
+    if given is not None and status not in (INTERRUPTED, ENDED):
+        status = given.part(status)
+    elif status and not leads():
+        time.sleep(LINGER_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if given is not None:
+        given.end(status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -44,6 +74,9 @@ def run(arguments: Sequence[str]) -> int:
         return READER_GONE
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except _Ended:
+        say("truestep: told to end")
+        return ENDED
     except TrueStepError as error:
         return _wrong(str(error))
     except Exception as error:

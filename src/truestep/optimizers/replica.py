@@ -214,7 +214,7 @@ def _quiet(cls: type) -> type:
             return made
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _no_global_hooks():
+        with no_global_hooks():
             return cls.step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it once more at load_state_dict
@@ -223,7 +223,7 @@ def _quiet(cls: type) -> type:
 
 
 @contextlib.contextmanager
-def _no_global_hooks() -> Iterator[None]:
+def no_global_hooks() -> Iterator[None]:
     with _hooks_lock:
         aside = {name: getattr(torch_optimizer, name) for name in _GLOBAL_HOOKS}
         for name in _GLOBAL_HOOKS:

@@ -221,6 +221,19 @@ def _micros_only(seen: Seen, k: int) -> Matched:
     return {"K": seen.n_micros, "k": k + 1, "lost": seen.n_micros - 1, "times": times}
 
 
+def _some_micros_only(last: bool) -> Callable[[Seen], Matched]:
+    """Return the predicate of several micro-batches at the window's end, or at its beginning, that alone are in it."""
+
+    def match(seen: Seen) -> Matched:
+        lost = len(seen.silent_micros())
+        gone = list(range(lost)) if last else list(range(seen.n_micros - lost, seen.n_micros))
+        if not 0 < lost < seen.n_micros or seen.silent_micros() != gone:
+            return None
+        return {"K": seen.n_micros, "n": seen.n_micros - lost, "lost": lost}
+
+    return match
+
+
 def _times(n_ranks: bool, n_micros: bool, inverse: bool) -> Callable[[Seen], Matched]:
     """Return the predicate of one factor on all ratios: W, K or both, or one over it."""
 
@@ -292,8 +305,8 @@ CAUSES: Final[tuple[Row, ...]] = (
     Row(
         "absent",
         lambda seen: {} if seen.fit.absent else None,
-        "backward made a gradient, but none entered the step",
-        "Step before zero_grad, and let the optimizer hold the params that backward writes to.",
+        "backward made a gradient, but none entered the step: it was cleared before, or never reduced to where the optimizer looks",
+        "Step before zero_grad, and reduce in the window's last micro-batch (FSDP2: set_requires_gradient_sync(True)).",
     ),
     Row(
         "older-window",
@@ -337,6 +350,18 @@ CAUSES: Final[tuple[Row, ...]] = (
         "first-micro-batch-only",
         lambda seen: _micros_only(seen, 0),
         "the first micro-batch of {K} alone was used: the step ran before the window was complete{times}",
+        "Step once a window, after its last backward.",
+    ),
+    Row(
+        "last-micro-batches-only",
+        _some_micros_only(last=True),
+        "the last {n} of {K} micro-batches alone were used: the {lost} before them are lost",
+        "Call zero_grad only after the step, once a window.",
+    ),
+    Row(
+        "first-micro-batches-only",
+        _some_micros_only(last=False),
+        "the first {n} of {K} micro-batches alone were used: the step ran before the window was complete",
         "Step once a window, after its last backward.",
     ),
     Row(

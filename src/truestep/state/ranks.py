@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
@@ -25,12 +27,13 @@ from typing import Any, Final, TypeAlias
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from truestep.words.errors import TrueStepError, VerifyError
+from truestep.words.errors import TrueStepError, UnsupportedError, VerifyError
 from truestep.words.finding import Finding, errors, listed, merged
 
 Brought: TypeAlias = dict[str, Any]  # JSON: what one rank brings to a round
 
 TIMEOUT_S: Final = 60.0
+_SLICE_S: Final = 0.5
 _LINGER_S: Final = 10.0  # how long rank 0 waits for the others to read a verdict; reading takes them one request
 _AGREED: Final = "_truestep_agreed"  # set on an exception that every rank is already raising
 _control: dict[str, Any] = {}  # the control group and the default group it was made for
@@ -38,12 +41,12 @@ _control: dict[str, Any] = {}  # the control group and the default group it was 
 
 def here() -> int:
     """Return this process's rank; 0 without a process group."""
-    return dist.get_rank() if _grouped() else 0
+    return dist.get_rank() if grouped() else 0
 
 
 def count() -> int:
     """Return the number of ranks; 1 without a process group."""
-    return dist.get_world_size() if _grouped() else 1
+    return dist.get_world_size() if grouped() else 1
 
 
 def gather(obj: Any) -> list[Any]:
@@ -126,7 +129,8 @@ def _agreed(exception: Any) -> Any:
     return exception
 
 
-def _grouped() -> bool:
+def grouped() -> bool:
+    """Say whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -138,6 +142,45 @@ def _control_group() -> Any:
     if _control.get("made for") is not default:
         _control.update({"made for": default, "group": dist.new_group(backend=dist.Backend.GLOO)})
     return _control["group"]
+
+
+# -- Notes, for ranks at work
+
+
+class Board:
+    """Where ranks leave each other notes while they are at work: nobody waits, and no collective is needed.
+
+    The first that each rank makes is the same board, and so is the second; so ranks have to make them in step.
+
+    Raises:
+        VerifyError: ``run/store-gone``, from every method too.
+    """
+
+    def __init__(self) -> None:
+        with _store_needed("open a board"):
+            # A connection of its own: one that waits keeps every other call on it waiting.
+            self._store: Any = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self._base = f"truestep/board/{self._store.add(f'truestep/boards/{here()}', 1)}"
+
+    def post(self, key: str, note: bytes) -> None:
+        """Leave a note, in the place of an older one."""
+        with _store_needed("leave a note"):
+            self._store.set(f"{self._base}/{key}", note)
+
+    def read(self, key: str) -> bytes | None:
+        """Return the note that is there now, or None."""
+        with _store_needed("read a note"):
+            path = f"{self._base}/{key}"
+            return bytes(self._store.get(path)) if self._store.check([path]) else None
+
+
+@contextlib.contextmanager
+def _store_needed(what: str) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as reason:
+        finding = _store_gone(what, reason)
+        raise VerifyError(str(finding), [finding]) from reason
 
 
 # -- One round
@@ -187,10 +230,15 @@ def _leave(store: Store, base: str, come: int, timeout: float) -> None:
 
 def _wait(store: Store, key: str, timeout: float) -> bool:
     """Return whether the key was set in time."""
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait([key], timedelta(seconds=max(timeout, 0.001)))  # to a store, 0 is for ever
-        return True
-    return False
+    until = time.monotonic() + timeout
+    while True:
+        left_s = until - time.monotonic()
+        with contextlib.suppress(dist.DistStoreError):
+            # In slices: a signal waits until the store answers. And to a store, 0 is for ever.
+            store.wait([key], timedelta(seconds=min(max(left_s, 0.001), _SLICE_S)))
+            return True
+        if left_s <= _SLICE_S:
+            return False
 
 
 # -- What a round found
@@ -250,6 +298,47 @@ def _store_gone(what: str, reason: Exception) -> Finding:
     )
 
 
+# -- The process group that a launcher means
+
+_LAUNCHED_BY: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launched() -> bool:
+    """Say whether this process is one rank of several, or of one, that a launcher such as torchrun has started."""
+    return grouped() or "WORLD_SIZE" in os.environ
+
+
+def join_launched(timeout: float) -> None:
+    """Make the default gloo process group from what the launcher left in the environment, unless there is a group. Collective.
+
+    Args:
+        timeout: Seconds for every rank to come, and then for each of its collectives.
+
+    Raises:
+        UnsupportedError: If the group that is there cannot reduce on the CPU, or the environment names none.
+        VerifyError: If not every rank comes.
+    """
+    if grouped():
+        if "gloo" not in (found := str(dist.get_backend_config())):
+            raise UnsupportedError(
+                f"expected a process group that reduces on the CPU, found {found}. "
+                "Give init_process_group the backend 'cpu:gloo,cuda:nccl', or leave it to truestep."
+            )
+        return
+    if missing := [name for name in _LAUNCHED_BY if not os.environ.get(name)]:
+        raise UnsupportedError(
+            f"expected what a launcher sets, {', '.join(_LAUNCHED_BY)}; found no {' and no '.join(missing)}. "
+            "Start with torchrun, or unset WORLD_SIZE to let truestep start the ranks."
+        )
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except (dist.DistError, RuntimeError, ValueError) as reason:
+        expected = f"{os.environ['WORLD_SIZE']} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise VerifyError(
+            f"expected {expected} to form a group, found: {str(reason).splitlines()[0][:200]}. Look at the output of every rank."
+        ) from reason
+
+
 # -- The process group of a crew on this machine
 
 
@@ -279,7 +368,7 @@ def join_group(store: Any, port: int, rank: int, world_size: int) -> None:
 
 def default_group() -> Any:
     """Return the default process group, or None where there is none."""
-    return dist.group.WORLD if _grouped() else None
+    return dist.group.WORLD if grouped() else None
 
 
 def collectives_started() -> int:

@@ -23,11 +23,16 @@ from truestep.words.errors import VerifyError
 
 
 def run(plan: CellPlan, where: link.Address) -> None:
-    """Run this rank's part of a cell. Collective: every rank of the crew."""
+    """Run this rank's part of a cell. Collective: every rank of the crew.
+
+    Ends early if the reference hangs up: what became of it is the launcher's to tell.
+    """
     connection = link.connect(where)
     try:
         with ExitStack() as clean_up:
             _train(plan, connection, clean_up)
+    except link.HungUp:
+        return
     finally:
         connection.close()
 

@@ -26,7 +26,14 @@ _FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) i
 TOLD_CHARACTERS: Final = 200
 
 # What runs a task: its frames around the task say nothing.
-_AROUND: Final = ("runpy>", "/pytest_truestep.py", "/truestep/verification/worker.py", "/truestep/verification/template.py")
+_AROUND: Final = (
+    "runpy>",
+    "/threading.py",
+    "/pytest_truestep.py",
+    "/truestep/verification/worker.py",
+    "/truestep/verification/template.py",
+    "/truestep/verification/given.py",
+)
 _AROUND_FOLDERS: Final = ("/_pytest/", "/pluggy/")
 
 

@@ -156,7 +156,7 @@ class Pool:
         task: str,
         args: Sequence[Any] = (),
         *,
-        world_size: int,
+        world_size: int | None,
         args_by_rank: Sequence[Sequence[Any]] | None = None,
         reference_task: str | None = None,
         reference_args: Sequence[Any] = (),
@@ -169,7 +169,7 @@ class Pool:
         Args:
             task: ``MODULE:FUNCTION``, importable by a new process with this one's ``sys.path``.
             args: What it is called with on every rank; pickled.
-            world_size: How many ranks.
+            world_size: How many ranks; None: the one process without a process group, alone.
             args_by_rank: Instead of `args`: what it is called with on each rank.
             reference_task: Called meanwhile in one process without a process group.
             reference_args: What that is called with.
@@ -181,18 +181,20 @@ class Pool:
             VerifyError: With one finding, ``run/raised``, ``run/died`` or ``run/hung``.
             TrueStepError: As a task raised it, if all raising ranks raised the same.
         """
-        if world_size < 1 or (args_by_rank is not None and len(args_by_rank) != world_size):
+        count = 1 if world_size is None else world_size
+        if count < 1 or (args_by_rank is not None and len(args_by_rank) != count):
             found = f"world_size {world_size}" + (f" and args for {len(args_by_rank)} ranks" if args_by_rank is not None else "")
             raise VerifyError(f"expected a world size of at least 1, and args for every rank; found {found}. Give both alike.")
-        orders = [_order(task, each) for each in args_by_rank or [args] * world_size]
+        orders = [_order(task, each) for each in args_by_rank or [args] * count]
+        sizes = [world_size]
         if reference_task is not None:
             orders.append(_order(reference_task, reference_args))
+            sizes.append(None)
         with self._lock:
             try:
-                crews = [self._crew(size) for size in ([world_size] if reference_task is None else [world_size, None])]
-                return self._run(crews, orders, timeout, progress, what or task)
+                return self._run([self._crew(size) for size in sizes], orders, timeout, progress, what or task)
             except Exception:
-                self._discard(world_size, *([] if reference_task is None else [None]))
+                self._discard(*sizes)
                 raise
             except BaseException:  # an interrupt
                 self.close()

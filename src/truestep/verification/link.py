@@ -51,11 +51,22 @@ def connect(where: Address, timeout: float = 60.0) -> Connection:
             time.sleep(0.02)
 
 
+class HungUp(Exception):
+    """The reference no longer listens: it has failed, which is the launcher's to tell."""
+
+
 def send(connection: Connection, message: Any) -> None:
-    """Send one message; blocks while the other side is behind."""
+    """Send one message; blocks while the other side is behind.
+
+    Raises:
+        HungUp: If the other side is gone.
+    """
     buffer = io.BytesIO()
     torch.save(message, buffer)
-    connection.send_bytes(buffer.getbuffer())
+    try:
+        connection.send_bytes(buffer.getbuffer())
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise HungUp from error
 
 
 def receive(connection: Connection) -> Any:

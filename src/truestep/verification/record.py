@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from truestep.backends.base import Contract, Identity, Piece, Session, Undo
-from truestep.state.view import Slot, StateView
+from truestep.state.view import Slot, SlotId, StateView
 from truestep.words.finding import Finding
+from truestep.words.names import group_slot
 
 
 @dataclass
@@ -77,6 +78,7 @@ class StepRecord:
         entering: The gradient of each param as it entered the innermost step; None where it was absent.
         steps: How often each optimizer stepped.
         micro_batches_at_step: How many micro-batches were over when the first step came.
+        groups: What the param groups held as the first step came: a loop sets learning rates until then.
         after: The view right after the first step.
         identity: Who is who when the first step came.
         orphans: State keyed by no live param then.
@@ -95,6 +97,7 @@ class StepRecord:
     steps: list[int] = field(default_factory=list)
     micro_batches_at_step: int = 0
     after: StateView | None = None
+    groups: dict[SlotId, Any] = field(default_factory=dict)
     identity: Identity | None = None
     orphans: tuple[tuple[str, tuple[str, ...]], ...] = ()
     contract: Contract = field(default_factory=Contract)
@@ -148,6 +151,7 @@ class Recorder:
             record.after = plain_copy(self._session.view())
         if record.identity is None:
             record.identity, record.orphans = self._session.identity(), record.after.orphans
+            record.groups = group_values(record.after)
         self._last = record.after
 
     def loss(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
@@ -241,6 +245,7 @@ class Recorder:
         """Note what changed since the window's start, and who is who, as the first step comes."""
         entry = plain_copy(self._session.view())
         record.identity, record.orphans = self._session.identity(), entry.orphans
+        record.groups = group_values(entry)
         start = self._start or entry
         changes = self._changes(start, entry)
         if start.orphans and not entry.orphans:
@@ -292,6 +297,12 @@ def plain_copy(view: StateView) -> StateView:
     """Return a frozen copy of which everything pickles: an opaque object is kept as the name of its class."""
     frozen = view.copy()
     return StateView((_without_object(slot) for slot in frozen.values()), frozen.orphans)
+
+
+def group_values(view: StateView) -> dict[SlotId, Any]:
+    """Return what the param groups of a view hold: numbers, and tensors as they are."""
+    owned = [slot for slot in view.values() if slot.name.startswith(group_slot(""))]
+    return {(slot.name, slot.key): slot.local[0] if slot.kind == "tensor" else slot.value for slot in owned}
 
 
 def _without_object(slot: Slot) -> Slot:

@@ -172,11 +172,19 @@ class Reference:
         for finding in whole.replica_findings(after):
             self.sheet.add(finding, "update")
         entering = {name: found[0][1] if found and name in window.made else None for name, found in seen.entering.items()}
-        update = updates.Update(start, after, entering)
-        self._updates.hyper_parameters(self.sheet, update)
+        update = updates.Update(start, after, entering, records[0].groups)
+        self._hyper_parameters(records[0], update)
         if not self.sheet.failed:
             self._updates.judge(self.sheet, update)
             self._copies(after)
+
+    def _hyper_parameters(self, record: StepRecord, update: updates.Update) -> None:
+        """Judge param groups as the step came, where their schedule is known; of a loop that sets them itself, what it began with."""
+        known = self._recipe.train_step is None or self._scheduler is not None
+        if known or self.sheet.step == 1:
+            found = update.groups if known else update.start.values
+            held = record.identity is None or record.identity.user_optimizer_steps
+            self._updates.hyper_parameters(self.sheet, update, found, held_by_user=held)
 
     def _copies(self, after: whole.Wholes) -> None:
         """Params are casts of their masters; frozen params stay."""
@@ -222,7 +230,9 @@ def _stepped(record: StepRecord, often: int) -> Finding:
         expected="one optimizer step a window",
         found=str(often or "none"),
         ranks=(record.rank,),
-        cause=f"the optimizer stepped {often} times in a window of {len(record.batches)} micro-batches" if often else None,
+        cause=f"the optimizer stepped {often} times in a window of {len(record.batches)} micro-batches"
+        if often
+        else "no step was taken in this window, on any rank",
         fix="Step once, after the window's last backward, at the engine's boundary.",
     )
 

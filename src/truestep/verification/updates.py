@@ -20,8 +20,11 @@ from truestep.verification.whole import Wholes
 from truestep.words.finding import Finding
 from truestep.words.names import OPTIMIZER_SLOT, group_slot, labelled
 
-# Group entries that schedules set: never state, even if they change within a window.
+# Group entries that schedules set: never state, even where an engine's own schedule moves them inside its step.
 SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas"})
+
+
+Groups = Mapping[SlotId, Any]  # entries of param groups by slot, containers as key paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +35,13 @@ class Update:
         start: Slots before the step.
         after: Slots after it.
         gradients: ``name -> gradient`` as it entered; None for a param for which no backward of the window made one.
+        groups: What the param groups held as the step came.
     """
 
     start: Wholes
     after: Wholes
     gradients: Mapping[str, Tensor | None]
+    groups: Groups
 
 
 class UpdateJudge:
@@ -51,17 +56,22 @@ class UpdateJudge:
         self._name_by_id = {id(param): name for name, param in params.items()}
         self._optimizers = list(optimizers)
 
-    def hyper_parameters(self, sheet: Sheet, update: Update) -> None:
-        """Compare the param groups that step with those that the reference's own schedule drives."""
+    def hyper_parameters(self, sheet: Sheet, update: Update, found: Groups, *, held_by_user: bool) -> None:
+        """Compare param groups with those that the reference's own schedule drives.
+
+        Args:
+            sheet: What is found.
+            update: The step: what it changed in a group is state.
+            found: The param groups to look at.
+            held_by_user: Whether the optimizer that steps is the one that the user holds.
+        """
         for label, optimizer in self._optimizers:
-            for index, group in enumerate(optimizer.param_groups):
-                owner = group_slot(labelled(label, str(group.get("name", index))))
-                for key in optimizer.defaults:
-                    mine, theirs = group.get(key), update.start.values.get((owner, str(key)), _ABSENT)
-                    if theirs is _ABSENT or _stateful(update, owner, str(key)):
-                        continue
-                    if not _same(mine, theirs):
-                        sheet.add(_hyper_parameter(owner, str(key), mine, theirs), "update")
+            for name, group in zip(slots.group_names(optimizer), optimizer.param_groups, strict=True):
+                owner = group_slot(labelled(label, name))
+                theirs = _entries(found, owner, group)
+                for key in [key for key in optimizer.defaults if key in theirs and not _stateful(update, owner, str(key))]:
+                    if not _same(group.get(key), theirs[key]):
+                        sheet.add(_hyper_parameter(owner, str(key), group.get(key), theirs[key], held_by_user), "update")
 
     def judge(self, sheet: Sheet, update: Update) -> None:
         """Judge every param, every slot, in the model's order; a param's state before the param itself."""
@@ -110,11 +120,8 @@ class UpdateJudge:
         return torch.as_tensor(tensor)
 
     def _set_groups(self, stepping: torch.optim.Optimizer, update: Update, label: str | None, plain_kernels: bool) -> None:
-        for index, group in enumerate(stepping.param_groups):
-            owner = group_slot(labelled(label, str(group.get("name", index))))
-            for (name, key), value in update.start.values.items():
-                if name == owner and (key not in group or _stateful(update, owner, key)) and "/" not in key:
-                    group[key] = copy.deepcopy(value)
+        for name, group in zip(slots.group_names(stepping), stepping.param_groups, strict=True):
+            group.update(_entries(update.groups, group_slot(labelled(label, name)), group))
             if plain_kernels:
                 group.update({flag: False for flag in ("foreach", "fused") if flag in group})
         own = OPTIMIZER_SLOT if label is None else f"{OPTIMIZER_SLOT}/{label}"
@@ -187,12 +194,22 @@ class _Absent:
 _ABSENT = _Absent()
 
 
+def _entries(groups: Groups, owner: str, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of one group, as copies; a sequence that is a tuple in the group `like` is one."""
+    entries = nested({key: value for (name, key), value in groups.items() if name == owner})
+    return {
+        key: tuple(value) if isinstance(value, list) and isinstance(like.get(key), tuple) else value
+        for key, value in entries.items()
+    }
+
+
 def _stateful(update: Update, owner: str, key: str) -> bool:
     """Return whether a group entry is state: the step changed it."""
     if key in SCHEDULED:
         return False
-    before, after = update.start.values.get((owner, key), _ABSENT), update.after.values.get((owner, key), _ABSENT)
-    return not _same(before, after)
+    after = {slot_id: value for slot_id, value in update.after.values.items() if slot_id[0] == owner}
+    changed = [slot_id for slot_id in {**update.groups, **after} if not _same(update.groups.get(slot_id), after.get(slot_id))]
+    return any(name == owner and (path == key or path.startswith(f"{key}/")) for name, path in changed)
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,7 +307,12 @@ def _harmless(slot_ids: Sequence[SlotId]) -> Finding:
     )
 
 
-def _hyper_parameter(owner: str, key: str, mine: Any, theirs: Any) -> Finding:
+def _hyper_parameter(owner: str, key: str, mine: Any, theirs: Any, held_by_user: bool) -> Finding:
+    if held_by_user:
+        cause, fix = "it was set otherwise than by one step of the schedule a window", "Step the schedule once, after each step."
+    else:
+        cause = "the optimizer that the loop and its schedule hold is not the one that steps"
+        fix = "Build the schedule on the optimizer that initialize or prepare returned."
     return Finding(
         "params/hyper-parameters",
         "params",
@@ -298,6 +320,6 @@ def _hyper_parameter(owner: str, key: str, mine: Any, theirs: Any) -> Finding:
         key=f"{owner}/{key}",
         expected=f"{mine!r}, as the optimizer and its schedule have it in one process",
         found=f"{theirs!r} in the optimizer that steps",
-        cause="the optimizer that the loop and its schedule hold is not the one that steps",
-        fix="Build the schedule on the optimizer that initialize or prepare returned.",
+        cause=cause,
+        fix=fix,
     )

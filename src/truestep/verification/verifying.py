@@ -6,7 +6,8 @@ import importlib.metadata
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 from truestep.verification import launch, link
 from truestep.verification.cell import CellPlan
@@ -17,7 +18,10 @@ CANDIDATE = "truestep.verification.candidate:run"
 REFERENCE = "truestep.verification.reference:serve"
 VERSIONS = ("truestep", "torch", "deepspeed", "accelerate")
 TIMEOUT_S = 120.0
+DEFAULT_RANKS: Final = 2
+BUILD_S: Final = 900.0  # for an op to be compiled
 
+Hear = Callable[[int], None]  # a step was judged
 Tell = Callable[[Event], None]
 
 
@@ -25,7 +29,7 @@ def verify(
     recipe: Any,
     *,
     backend: str | Sequence[str],
-    world_size: int = 2,
+    world_size: int = DEFAULT_RANKS,
     micro_batches: int | Sequence[int] = 1,
     steps: int = 10,
     optimizer: str | Sequence[str] | None = None,
@@ -37,10 +41,13 @@ def verify(
 ) -> Report:
     """Prove the optimizer steps of a training loop equal to one process, or name the first thing that differs.
 
+    Starts its own rank processes; under a launcher such as torchrun (WORLD_SIZE is set, or there is a process group) it uses the
+    ranks it is given. Then: collective, every rank; all return the same or raise; `progress` is called on rank 0 only.
+
     Args:
         recipe: A built-in name, a file, ``MODULE:OBJECT``, or an importable object; see `truestep.verification.recipe`.
         backend: One backend or several: each combination with `micro_batches` and `optimizer` is a cell.
-        world_size: Rank processes; `single` runs on one.
+        world_size: Rank processes; `single` runs on one. Under a launcher leave it out, or give the number of its ranks.
         micro_batches: K, a step.
         steps: Optimizer steps to check, at least 1; from 3 on every optimizer's scale shows.
         optimizer: A torch.optim class in any case, ``MODULE:OBJECT``, or None for the recipe's own.
@@ -57,19 +64,47 @@ def verify(
         UnsupportedError: An unknown backend, optimizer or fault, or a vendor that is not installed.
         VerifyError: A bad recipe, or a run that could not be finished: a rank raised, died or hung.
     """
-    plans = planned(
-        recipe,
-        backends=_several(backend),
-        world_size=world_size,
-        micro_batches=_several(micro_batches),
-        steps=steps,
-        optimizers=_several(optimizer),
-        device=device,
-        faults=tuple(faults),
-    )
-    tell = progress or (lambda event: None)
-    cells = [_run(plan, place, len(plans), tuple(allow), timeout, tell) for place, plan in enumerate(plans)]
+    from truestep.state import ranks
+
+    given = _given(timeout, world_size) if ranks.launched() else None
+    with _together("plan the cells", timeout) if given else nullcontext():
+        plans = planned(
+            recipe,
+            backends=_several(backend),
+            world_size=given or world_size,
+            micro_batches=_several(micro_batches),
+            steps=steps,
+            optimizers=_several(optimizer),
+            device=device,
+            faults=tuple(faults),
+        )
+        if given:
+            _need_ranks(plans, given)
+    tell = progress if progress and ranks.here() == 0 else lambda event: None
+    cells = [_run(plan, place, len(plans), tuple(allow), timeout, tell, given is not None) for place, plan in enumerate(plans)]
     return Report(cells, versions())
+
+
+def _given(timeout: float, world_size: int) -> int:
+    from truestep.verification import given
+
+    return given.join(timeout, world_size, DEFAULT_RANKS)
+
+
+def _together(what: str, timeout: float) -> AbstractContextManager[None]:
+    """Make what one rank raises in the block an error on every rank."""
+    from truestep.state import ranks
+
+    return ranks.agreeing(what, timeout=timeout)
+
+
+def _need_ranks(plans: Sequence[CellPlan], given: int) -> None:
+    for plan in plans:
+        if plan.world_size != given:
+            raise UnsupportedError(
+                f"backend {plan.backend!r} runs on {plan.world_size} rank, and the launcher gives {given}. "
+                f"Start {plan.world_size}, or run it without a launcher."
+            )
 
 
 def _several(value: Any) -> list[Any]:
@@ -118,7 +153,9 @@ def _device(device: str) -> str:
     return "cpu"
 
 
-def _run(plan: CellPlan, place: int, count: int, allow: tuple[str, ...], timeout: float, tell: Tell) -> Cell:
+def _run(
+    plan: CellPlan, place: int, count: int, allow: tuple[str, ...], timeout: float, tell: Tell, on_given_ranks: bool
+) -> Cell:
     about: dict[str, Any] = {
         "cell": place,
         "cells": count,
@@ -128,16 +165,32 @@ def _run(plan: CellPlan, place: int, count: int, allow: tuple[str, ...], timeout
         "micro_batches": plan.micro_batches,
         "steps": plan.steps,
     }
-    prepare(plan.backend, lambda text: tell(Event("message", text=text, **about)))
+    prepare(plan.backend, lambda text: tell(Event("message", text=text, **about)), on_given_ranks)
     tell(Event("start", **about))
     began = time.monotonic()
-    where = link.address()
 
-    def hear(progress: launch.Progress) -> None:
+    def hear(step: int) -> None:
+        tell(Event("step", step=step, **about))
+
+    told = _on_given_ranks(plan, timeout, hear) if on_given_ranks else _on_own_ranks(plan, timeout, hear)
+    cell = judged(plan, told, allow, time.monotonic() - began)
+    tell(Event("cell", result=cell, **about))
+    return cell
+
+
+def _on_given_ranks(plan: CellPlan, timeout: float, hear: Hear) -> dict[str, Any]:
+    from truestep.verification import given
+
+    return given.run(plan, timeout, hear)
+
+
+def _on_own_ranks(plan: CellPlan, timeout: float, hear: Hear) -> dict[str, Any]:
+    def heard(progress: launch.Progress) -> None:
         what, step = progress.said
         if what == "judged":
-            tell(Event("step", step=step, **about))
+            hear(step)
 
+    where = link.address()
     try:
         results = launch.pool().run(
             CANDIDATE,
@@ -146,13 +199,12 @@ def _run(plan: CellPlan, place: int, count: int, allow: tuple[str, ...], timeout
             reference_task=REFERENCE,
             reference_args=(plan, where),
             timeout=timeout,
-            progress=hear,
+            progress=heard,
         )
     finally:
         link.discard(where)
-    cell = judged(plan, results.reference, allow, time.monotonic() - began)
-    tell(Event("cell", result=cell, **about))
-    return cell
+    told: dict[str, Any] = results.reference
+    return told
 
 
 def judged(plan: CellPlan, told: dict[str, Any], allow: tuple[str, ...], seconds: float) -> Cell:
@@ -175,12 +227,16 @@ def judged(plan: CellPlan, told: dict[str, Any], allow: tuple[str, ...], seconds
     )
 
 
-def prepare(backend: str, say: Callable[[str], None]) -> None:
-    """Build what a vendor compiles at first use, once, before ranks start."""
-    if "zero" in backend:
-        from truestep.backends import zero_ops
+def prepare(backend: str, say: Callable[[str], None], on_given_ranks: bool = False) -> None:
+    """Build what a vendor compiles at first use, once, before ranks train."""
+    if "zero" not in backend:
+        return
+    from truestep.backends import zero_ops
+    from truestep.state import ranks
 
-        zero_ops.prepare(say)
+    with _together("build what the backend compiles", BUILD_S) if on_given_ranks else nullcontext():
+        if ranks.here() == 0 or not on_given_ranks:
+            zero_ops.prepare(say)
 
 
 def versions() -> dict[str, str]:

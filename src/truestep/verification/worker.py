@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Final, Literal, NoReturn
@@ -126,18 +126,32 @@ class Failed:
 
 
 _link: Connection | None = None
+_hear: Callable[[object], None] | None = None  # where this process runs a task by itself
 _link_lock = threading.Lock()
 _reasons: list[str] = []
 
 
 def report(said: object) -> None:
-    """Tell the parent how far the task is; also the sign of life that the time limit counts from. Does nothing outside a member.
+    """Tell the parent, and who else hears, how far the task is; also the sign of life that the time limit counts from.
 
     Args:
         said: Anything that pickles.
     """
+    if _hear is not None:
+        _hear(said)
     if _link is not None:
         _tell(Report(said))
+
+
+@contextlib.contextmanager
+def heard_by(hear: Callable[[object], None]) -> Iterator[None]:
+    """Give `hear` what tasks `report` in this process, whether it is a member or not."""
+    global _hear
+    before, _hear = _hear, hear
+    try:
+        yield
+    finally:
+        _hear = before
 
 
 def retire(reason: str) -> None:
@@ -255,7 +269,7 @@ def _carry_out(order: Order, own: dict[str, str], files: int) -> Done | Raised:
     try:
         value = _resolve(order.task)(*pickle.loads(order.args))
     except BaseException as error:
-        return _raised(error)
+        return raised(error)
     failed = replace(value, value=None) if isinstance(value, Failed) else None
     try:
         data = pickle.dumps(value)
@@ -294,7 +308,8 @@ def _resolve(task: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]  # whatever the parent named is called
 
 
-def _raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> Raised:
+    """Return what a task raised, caught by the function that called it."""
     own_frame_cut = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, own_frame_cut))
     if isinstance(error, SystemExit):

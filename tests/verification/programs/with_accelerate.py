@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from tiny import adagrad, loss, program, recipe
 from torch.distributed.tensor import distribute_tensor
 
@@ -75,18 +74,22 @@ def clips_by_a_value_that_the_engine_ignores(model, optimizer, batches, accelera
 # --- Adagrad, whose state `prepare` leaves with the params of before
 
 
-def moved_to_the_sharded_params(optimizer):
-    """Move each entry of the state to the param that took its place, sharded as it is; return no schedule."""
+def move_state(optimizer):
+    """Move each entry of the state to the param that took its place, sharded as it is."""
     held = optimizer.optimizer
     params = [param for group in held.param_groups for param in group["params"]]
-    old = list(held.state.values())[: len(params)]
+    if set(params) == set(held.state):
+        return
+    before = list(held.state.values())
     held.state.clear()
-    for param, state in zip(params, old, strict=True):
-        held.state[param] = {
-            **state,
-            "sum": distribute_tensor(torch.full(param.shape, 0.0), param.device_mesh, param.placements),
-        }
+    for param, state in zip(params, before, strict=True):
+        held.state[param] = {**state, "sum": distribute_tensor(state["sum"], param.device_mesh, param.placements)}
 
 
 adagrad_keeps_its_old_state = recipe(accumulate, optimizer=adagrad)
-healthy_adagrad = recipe(accumulate, optimizer=adagrad, scheduler=moved_to_the_sharded_params)
+
+
+@program(optimizer=adagrad)
+def healthy_adagrad(model, optimizer, batches, accelerator):
+    move_state(optimizer)
+    accumulate(model, optimizer, batches, accelerator)

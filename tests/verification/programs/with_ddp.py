@@ -243,6 +243,42 @@ def clips_every_param_by_itself(model, optimizer, batches):
     optimizer.zero_grad()
 
 
+@program(max_norm=0.5)
+def clips_the_head_alone(model, optimizer, batches):
+    backward_all(model, batches)
+    torch.nn.utils.clip_grad_norm_(model.module.head.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@program(max_norm=0.5)
+def clips_on_one_rank_only(model, optimizer, batches):
+    backward_all(model, batches)
+    if dist.get_rank() == 0:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@program(max_norm=0.5)
+def edits_a_gradient_after_clipping(model, optimizer, batches):
+    backward_all(model, batches)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    model.module.head.weight.grad[0].mul_(2.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@program(max_norm=0.5)
+def healthy_and_clipped_twice_alike(model, optimizer, batches):
+    """Clip at the same norm again, which changes nothing that can be seen."""
+    backward_all(model, batches)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @program()
 def edits_a_gradient(model, optimizer, batches):
     backward_all(model, batches)
@@ -325,3 +361,41 @@ def forgets_the_head(model, optimizer, batches):
     backward_all(model, batches)
     optimizer.step()
     optimizer.zero_grad()
+
+
+# --- learning rates
+
+
+step_numbers = iter(range(1, 1000))
+
+
+@program()
+def healthy_rate_set_by_hand(model, optimizer, batches):
+    """Warm up by hand, as small training scripts do."""
+    number = next(step_numbers)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * min(1.0, number / 3)
+    backward_all(model, batches)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def halved_each_step(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@program(scheduler=halved_each_step)
+def steps_its_schedule_in_every_micro_batch(model, optimizer, batches, scheduler):
+    for batch in batches:
+        (loss(model, batch) / len(batches)).backward()
+        scheduler.step()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@program(scheduler=halved_each_step)
+def healthy_schedule(model, optimizer, batches, scheduler):
+    backward_all(model, batches)
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()

@@ -69,7 +69,7 @@ steps_in_every_micro_batch = recipe(micro_batch_by_micro_batch, deepspeed_config
 
 
 @program()
-def steps_the_optimizer_before_the_last_micro_batch(model, optimizer, batches):
+def steps_before_the_last_micro_batch(model, optimizer, batches):
     for index, batch in enumerate(batches):
         model.set_gradient_accumulation_boundary(index == len(batches) - 2)
         model.backward(loss(model, batch))

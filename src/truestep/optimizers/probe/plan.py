@@ -11,10 +11,11 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 from truestep.words.errors import UnsupportedError
+from truestep.words.shards import Box
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -37,10 +38,19 @@ DEFAULT_SHAPES: Final[Mapping[str, Shape]] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A whole param: its name and shape."""
+    """A whole param.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape.
+        kind: Of its gradients, one of `KINDS`.
+        original: The number of the first subject of this name and shape, of which this one is a copy with other gradients.
+    """
 
     name: str
     shape: Shape
+    kind: str = KINDS[0]
+    original: int = 0
 
     @property
     def ndim(self) -> int:
@@ -73,12 +83,33 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The elements of one subject in one member of a cut: ``start <= index < stop`` of the member."""
+
+    rank: int
+    subject: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Cut:
-    """One way to hold a subject on ranks: a member a rank; with several subjects, a range of each in one tensor."""
+    """One way to hold a subject on ranks, a member a rank; of a fused one, a range of each of two subjects in one tensor.
+
+    Attributes:
+        layout: ``dim N``, ``box``, ``flat``, ``reshaped`` or ``fused``.
+        members: One a rank.
+        parts: Whose elements they are.
+    """
 
     layout: str
-    subjects: tuple[int, ...]
     members: tuple[Member, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def subjects(self) -> tuple[int, ...]:
+        """Numbers of the subjects in it."""
+        return tuple(dict.fromkeys(part.subject for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -170,41 +201,50 @@ def other_size(shape: Shape, turn: int = 1) -> Shape:
 # -- How they are cut
 
 
-def plan_of(subjects: Sequence[Subject], cut: Sequence[Subject] | None = None) -> Plan:
-    """Return the plan: every cut of every subject, or of those in `cut`."""
-    chosen = [number for number, subject in enumerate(subjects) if cut is None or subject in cut]
-    return Plan(tuple(subjects), tuple(_cuts(tuple(subjects), chosen)))
+def plan_of(subjects: Sequence[Subject], kinds: Sequence[str] = KINDS) -> Plan:
+    """Return the plan of these subjects, each once for every kind of gradients, and of all cuts."""
+    copies = [
+        replace(one, name=one.name if kind == kinds[0] else f"{kind}.{one.name}", kind=kind, original=number)
+        for kind in kinds
+        for number, one in enumerate(subjects)
+    ]
+    chosen = [range(len(subjects) * turn, len(subjects) * (turn + 1)) for turn in range(len(kinds))]
+    return Plan(tuple(copies), tuple(cut for numbers in chosen for cut in _cuts(copies, numbers)))
 
 
-def _cuts(subjects: tuple[Subject, ...], chosen: Sequence[int]) -> Iterator[Cut]:
+def _cuts(subjects: Sequence[Subject], chosen: Sequence[int]) -> Iterator[Cut]:
     starts = _starts(subjects)
 
     def member(number: int, shape: Shape, places: Sequence[int]) -> Member:
-        offset = tuple(starts[number] + place for place in places)
-        return Member(subjects[number].name, shape, offset, number, subjects[number].ndim)
+        return Member(
+            subjects[number].name, shape, tuple(starts[number] + place for place in places), number, subjects[number].ndim
+        )
 
     for number in chosen:
         for layout, pieces in _pieces(subjects[number].shape):
-            yield Cut(layout, (number,), tuple(member(number, shape, places) for shape, places in pieces))
+            parts = [Part(rank, number, 0, len(places)) for rank, (_, places) in enumerate(pieces)]
+            yield Cut(layout, tuple(member(number, shape, places) for shape, places in pieces), tuple(parts))
     for first, second in _partners(chosen):
         tail = range(_middle(subjects[first].shape) % subjects[first].numel, subjects[first].numel)
         head = range(min(_middle(subjects[second].shape), subjects[second].numel))
-        places = [*(starts[first] + place for place in tail), *(starts[second] + place for place in head)]
-        fused = Member(subjects[first].name, (len(places),), tuple(places), first, subjects[first].ndim)
-        yield Cut(FUSED, (first, second), (fused,))
+        places = (*(starts[first] + place for place in tail), *(starts[second] + place for place in head))
+        fused = Member(subjects[first].name, (len(places),), places, first, subjects[first].ndim)
+        parts = [Part(0, first, 0, len(tail)), Part(0, second, len(tail), len(places))]
+        yield Cut(FUSED, (fused,), tuple(parts))
 
 
 def _pieces(shape: Shape) -> Iterator[tuple[str, list[tuple[Shape, list[int]]]]]:
     """Yield each layout of one param with ``(shape, places)`` a rank."""
-    everything = tuple((0, size) for size in shape)
-    halves = [(0, size - size // 2, size) for size in shape]
-    for dim, (low, middle, high) in enumerate(halves):
-        if high > 1:
-            parts = [(*everything[:dim], part, *everything[dim + 1 :]) for part in ((low, middle), (middle, high))]
-            yield dim_layout(dim), [(_extent(part), _places(shape, part)) for part in parts]
+    middles = tuple(size - size // 2 for size in shape)
+    start, stop = (0,) * len(shape), shape
+    for dim, middle in enumerate(middles):
+        if shape[dim] > 1:
+            cut = (middle,)
+            parts = [Box(start, (*stop[:dim], *cut, *stop[dim + 1 :])), Box((*start[:dim], *cut, *start[dim + 1 :]), stop)]
+            yield dim_layout(dim), [(part.shape, _places(shape, part)) for part in parts]
     if len(shape) > 1 and min(shape) > 1:
-        corners = [tuple((low, middle) for low, middle, _ in halves), tuple((middle, high) for _, middle, high in halves)]
-        yield BOX, [(_extent(corner), _places(shape, corner)) for corner in corners]
+        corners = [Box(start, middles), Box(middles, stop)]
+        yield BOX, [(corner.shape, _places(shape, corner)) for corner in corners]
     numel = math.prod(shape)
     if len(shape) > 1 and numel > 1:
         middle = _middle(shape)
@@ -237,14 +277,8 @@ def _starts(subjects: Sequence[Subject]) -> list[int]:
     return [0, *itertools.accumulate(subject.numel for subject in subjects)][:-1]
 
 
-def _extent(box: Sequence[tuple[int, int]]) -> Shape:
-    return tuple(stop - start for start, stop in box)
-
-
-def _places(shape: Shape, box: Sequence[tuple[int, int]]) -> list[int]:
+def _places(shape: Shape, box: Box) -> list[int]:
     """Return the row-major places of a box."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return [
-        sum(index * stride for index, stride in zip(point, strides, strict=True))
-        for point in itertools.product(*(range(start, stop) for start, stop in box))
-    ]
+    points = itertools.product(*(range(start, stop) for start, stop in zip(box.start, box.stop, strict=True)))
+    return [sum(index * stride for index, stride in zip(point, strides, strict=True)) for point in points]

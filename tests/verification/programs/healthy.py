@@ -1,0 +1,152 @@
+"""Recipes for verify's own loop, in which nothing is wrong."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import tiny
+import torch
+from torch import nn
+
+
+def recipe(**pieces):
+    """Return a recipe without a loop of its own; what is not given is as in `tiny`."""
+    known = {"model": tiny.model, "optimizer": tiny.adamw, "batches": tiny.batches, "loss": tiny.loss}
+    return SimpleNamespace(**{**known, **pieces})
+
+
+plain = recipe()
+padded = recipe(batches=tiny.padded_batches, num_items=tiny.num_tokens)
+clipped = recipe(batches=tiny.padded_batches, num_items=tiny.num_tokens, max_norm=0.3)
+summed = recipe(loss=lambda model, batch: tiny.errors(model, batch).sum())
+summed_over_counted = recipe(
+    batches=tiny.padded_batches, num_items=tiny.num_tokens, loss=lambda model, batch: tiny.errors(model, batch).sum()
+)
+
+
+# --- dropout and batch norm
+
+
+class Noisy(tiny.Tagger):
+    """Another forward every time, and buffers that every forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(13)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = self.dropout(torch.tanh(layer(x)))
+        x = self.batch_norm(x.flatten(0, 1)).view(x.shape)
+        return self.head(self.norm(x))
+
+
+def noisy_model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Noisy()
+
+
+noisy = recipe(model=noisy_model)
+
+
+# --- schedules
+
+
+def warm_up(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 3)
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=12)  # moves betas, too
+
+
+scheduled = recipe(scheduler=warm_up)
+scheduled_betas = recipe(scheduler=one_cycle)
+
+
+# --- optimizers
+
+
+def decayed_and_not(named_params):
+    """Two groups, of which one decays."""
+    named = list(named_params)
+    return torch.optim.AdamW(
+        [
+            {"params": [param for _, param in named if param.dim() > 1], "weight_decay": 0.1},
+            {"params": [param for _, param in named if param.dim() < 2], "weight_decay": 0.0, "lr": 3e-3},
+        ],
+        lr=1e-2,
+    )
+
+
+def two_optimizers(named_params):
+    named = list(named_params)
+    matrices = [param for _, param in named if param.dim() > 1]
+    vectors = [param for _, param in named if param.dim() < 2]
+    return [torch.optim.Adagrad(matrices, lr=0.02), torch.optim.SGD(vectors, lr=0.01, momentum=0.9, weight_decay=0.1)]
+
+
+def fused_adamw(named_params):
+    return torch.optim.AdamW([param for _, param in named_params], lr=1e-2, fused=True)
+
+
+def fused_sgd(named_params):
+    return torch.optim.SGD([param for _, param in named_params], lr=1e-2, momentum=0.9, fused=True)
+
+
+def adafactor(named_params):
+    return torch.optim.Adafactor([param for _, param in named_params], lr=1e-2)
+
+
+def muon(named_params):
+    return torch.optim.Muon([param for _, param in named_params], lr=1e-2)
+
+
+grouped = recipe(optimizer=decayed_and_not)
+several = recipe(optimizer=two_optimizers)
+fused = recipe(optimizer=fused_adamw)
+fused_momentum = recipe(optimizer=fused_sgd)
+factored = recipe(optimizer=adafactor)
+
+
+class Matrices(nn.Module):
+    """Nothing but matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(19, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 10, bias=False), nn.Linear(10, 13, bias=False)])
+        self.head = nn.Linear(13, tiny.OUTPUTS, bias=False)
+
+    forward = tiny.Tagger.forward
+    norm = staticmethod(lambda x: x)
+
+
+def matrices():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Matrices()
+
+
+orthogonal = recipe(model=matrices, optimizer=muon)
+
+
+# --- two models
+
+
+def pair():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return [tiny.Tagger(), nn.Linear(tiny.OUTPUTS, tiny.OUTPUTS)]
+
+
+def loss_of_pair(models, batch):
+    tokens, targets = batch
+    tagger, corrector = models
+    return (corrector(tagger(tokens)) - targets).square().sum(-1)[tokens != 0].mean()
+
+
+two_models = recipe(model=pair, loss=loss_of_pair)
