@@ -12,6 +12,12 @@ PROGRAMS = Path(__file__).parents[1] / "verification" / "programs"
 
 
 @pytest.fixture
+def programs():
+    """The folder of the programs."""
+    return PROGRAMS
+
+
+@pytest.fixture
 def judged():
     """Run one cell; a recipe ``with_ddp:healthy`` is an object of a program's file, a name without a colon a built-in one."""
 

@@ -57,7 +57,7 @@ def test_every_cell_of_the_table_really_ran(request):
     if not {f"{fault}-{backend}" for fault, backend in CELLS} <= chosen:
         pytest.skip("only some of the cells were asked for")
     assert set(CELLS) == RAN
-    assert len(RAN) == 44
+    assert len(RAN) == len(CELLS) >= 44
     assert {fault for fault, _ in RAN} == set(FAULTS)
     assert {backend for _, backend in RAN} == set(BACKENDS)
 

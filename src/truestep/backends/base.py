@@ -236,6 +236,7 @@ _DETECTORS: Final = (
     ("zero", "deepspeed"),
     ("wrappers", "accelerate"),
     ("dtensor", "torch.distributed.tensor"),  # which FSDP2 imports
+    ("fsdp1", "torch.distributed.fsdp"),
     ("plain", "torch"),
 )
 

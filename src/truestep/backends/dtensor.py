@@ -15,7 +15,6 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as ShardedBy
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from truestep.backends import slots
@@ -50,8 +49,8 @@ def place(tensor: Tensor) -> tuple[Shard, tuple[Tensor, ...]]:
 
 def _layout(tensor: DTensor) -> Layout:
     """Return how a tensor is cut: the same on every rank, also where one of them holds all of it."""
-    lengths = tensor.device_mesh.shape
-    dims = [cut.dim for cut, ranks in zip(tensor.placements, lengths, strict=True) if isinstance(cut, ShardedBy) and ranks > 1]
+    cuts: Sequence[Any] = tensor.placements
+    dims = [cut.dim for cut, ranks in zip(cuts, tensor.device_mesh.shape, strict=True) if hasattr(cut, "dim") and ranks > 1]
     return Layout.WHOLE if not dims else Layout.DIM0 if dims == [0] else Layout.BLOCK
 
 

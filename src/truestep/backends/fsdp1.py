@@ -7,6 +7,7 @@ gathered flat param instead: those are what autograd sees.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -97,10 +98,31 @@ class FlatSession(TorchSession):
         found: list[Slot] = []
         for name, param in params:
             found += slots.param_slots(name, param, optimizers, place_by_id.get(id(param), slots.replica))
+        order = {name: place for place, (name, _) in enumerate(params)}
+        found = sorted([*found, *self._elsewhere(found)], key=lambda slot: order[slot.name])
         for label, optimizer in optimizers:
             found += slots.group_slots(optimizer, label)
             found += slots.optimizer_slots(optimizer, label)
         return StateView(found, slots.orphans(self.optimizers, [param for _, param in params]))
+
+    def _elsewhere(self, found: Sequence[Slot]) -> list[Slot]:
+        """Return empty slots for the state of params of which nothing is here, and which therefore were never stepped here.
+
+        Other ranks have that state, and a view lists the same slots on every rank; its keys are taken to be those of the params
+        that are here.
+        """
+        shape_by_name = {slot.name: slot.shape for slot in found if slot.key == "param"}
+        here = {slot.name for slot in found if slot.key == "param" and slot.boxes}
+        kept = {slot.name for slot in found if slot.key != "param"}
+        like = {slot.key: slot for slot in found if slot.name in here and slot.key != "param" and slot.kind == "tensor"}
+        return [
+            dataclasses.replace(
+                slot, name=name, shard=Shard(Layout.FLAT, shape if slot.shape == shape_by_name[slot.name] else (), ()), local=()
+            )
+            for name, shape in shape_by_name.items()
+            if name not in here and name not in kept
+            for slot in like.values()
+        ]
 
     def contract(self) -> Contract:
         """Return FSDP's mean; dtypes by its mixed precision."""
@@ -230,11 +252,8 @@ def _ranges(unit: FullyShardedDataParallel) -> Iterator[Range]:
     if unit._handle is None:
         return
     flat = unit._handle.flat_param
-    for param, shape, shard, (own, module, _) in zip(
-        flat._params, flat._shapes, flat._shard_param_infos, flat._param_infos, strict=True
-    ):
-        if shard.in_shard:
-            start, stop = shard.intra_param_start_idx, shard.intra_param_end_idx + 1
-        else:
-            start = stop = 0
+    infos = zip(flat._params or (), flat._shapes, flat._shard_param_infos, flat._param_infos, strict=True)
+    for param, shape, shard, (own, module, _) in infos:
+        start, last = shard.intra_param_start_idx, shard.intra_param_end_idx
+        start, stop = (0, 0) if start is None or last is None else (start, last + 1)
         yield Range(param, tuple(shape), start, stop, module, own)

@@ -43,7 +43,6 @@ _HOOKS: Final[Mapping[Hook, tuple[str, torch.dtype | None]]] = {
 }
 # Classes whose params are not the model's own, by name: they may not be imported here.
 _OTHERS: Final = {
-    "FullyShardedDataParallel": "FSDP1 is not known yet. Use fully_shard (FSDP2)",
     "DataParallel": "DataParallel copies the model in every forward. Use DistributedDataParallel",
 }
 

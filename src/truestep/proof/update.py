@@ -13,6 +13,7 @@ Note: what is moved
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -81,13 +82,15 @@ class UlpNoise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run the operation, then move what it wrote."""
         kwargs = kwargs or {}
-        sources = [leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         out = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        if name in _CASTS or not _EXACT.fullmatch(name):
-            for tensor in _written(func._schema, args, kwargs, out):
-                if name not in _CASTS or any(_loses(source, tensor.dtype) for source in sources):
-                    self._move(tensor)
+        if name in _CASTS or not _is_exact(name):
+            written = _written(func._schema, args, kwargs, out)
+            if name in _CASTS:
+                sources = [leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                written = [tensor for tensor in written if any(_loses(source, tensor.dtype) for source in sources)]
+            for tensor in written:
+                self._move(tensor)
         return out
 
     def _move(self, tensor: Tensor) -> None:
@@ -110,6 +113,11 @@ class UlpNoise(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+@functools.cache
+def _is_exact(name: str) -> bool:
+    return _EXACT.fullmatch(name) is not None
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 Each rank trains in this process; rank 0 starts only the reference, and decides. What a rank has to say goes onto a board in the
 store, so that no rank waits for one that is gone:
 
+    link      where the reference listens, or why it does not
     RANK      how this rank's loop ended, a `Fate`
     failed    there is such a fate that the others will not get past
     beat      rank 0 is there
@@ -37,6 +38,7 @@ from truestep.verification.record import restore_rng, rng_states
 from truestep.words.errors import TrueStepError, UnsupportedError, VerifyError
 
 JOIN_S: Final = 120.0  # for every rank to come
+START_S: Final = 200.0  # for rank 0 to start the reference: a little more than it gives it
 TICK_S: Final = 0.05
 BEAT_S: Final = 1.0
 GONE_S: Final = 15.0  # rank 0, when its beat stops
@@ -121,9 +123,9 @@ def run(plan: CellPlan, timeout: float, hear: Hear) -> dict[str, Any]:
         TrueStepError: On all ranks the same, if one raised, died or hung, or the reference did.
     """
     board, rank = ranks.Board(), ranks.here()
-    if rank == 0:
-        board.post("link", pickle.dumps(link.address()))
-    where = _posted(board, "link")
+    where = _started(board) if rank == 0 else _posted(board)
+    if isinstance(where, TrueStepError):
+        raise where
     states, threads = rng_states(), torch.get_num_threads()
     torch.set_num_threads(1)  # as the reference: bitwise needs equal thread counts
     try:
@@ -138,11 +140,23 @@ def run(plan: CellPlan, timeout: float, hear: Hear) -> dict[str, Any]:
     return outcome
 
 
-def _posted(board: ranks.Board, key: str) -> Any:
-    until = time.monotonic() + JOIN_S
-    while (note := board.read(key)) is None:
+def _started(board: ranks.Board) -> link.Address | TrueStepError:
+    """Start the reference's process, and tell the others where to connect, or why they cannot."""
+    found: link.Address | TrueStepError
+    try:
+        _patiently(lambda: launch.pool().start(None))
+        found = link.address()
+    except TrueStepError as error:
+        found = error
+    board.post("link", pickle.dumps(found))
+    return found
+
+
+def _posted(board: ranks.Board) -> Any:
+    until = time.monotonic() + START_S
+    while (note := board.read("link")) is None:
         if time.monotonic() > until:
-            raise VerifyError(f"expected rank 0 to leave {key!r} within {JOIN_S:g} s, found nothing. Look at its output.")
+            raise VerifyError(f"expected rank 0 to start the reference within {START_S:g} s, found nothing. Look at its output.")
         time.sleep(TICK_S)
     return pickle.loads(note)
 
@@ -218,7 +232,8 @@ class _Rank:
         """Say that this rank is well, and was told to end: what the launcher does to all when one has died."""
         if self.fate is None:
             with contextlib.suppress(VerifyError):
-                self._leave(self._at_work(Fate(self.rank, "waited", "was waiting")))
+                at_work = self.loop.is_alive()
+                self._leave(self._at_work(Fate(self.rank, "waited", "was waiting")) if at_work else self._ended())
 
     def _ended(self) -> Fate:
         if self.loop.error is None:

@@ -251,6 +251,11 @@ class Pool:
             if crew is not None:
                 crew.end()
 
+    def start(self, world_size: int | None) -> None:
+        """Start a crew ahead of the run that needs it, whose time limit does not count from here then; None: the reference."""
+        with self._lock:
+            self._crew(world_size)
+
     def renew(self) -> None:
         """End every crew; the next run starts new ones. For when what they have imported is no longer right."""
         with self._lock:

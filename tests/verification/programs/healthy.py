@@ -8,6 +8,8 @@ import tiny
 import torch
 from torch import nn
 
+from truestep.verification.recipe import load
+
 
 def recipe(**pieces):
     """Return a recipe without a loop of its own; what is not given is as in `tiny`."""
@@ -89,6 +91,10 @@ def two_optimizers(named_params):
     return [torch.optim.Adagrad(matrices, lr=0.02), torch.optim.SGD(vectors, lr=0.01, momentum=0.9, weight_decay=0.1)]
 
 
+def decayed_sgd(named_params):
+    return torch.optim.SGD([param for _, param in named_params], lr=1e-2, momentum=0.9, weight_decay=0.1)
+
+
 def fused_adamw(named_params):
     return torch.optim.AdamW([param for _, param in named_params], lr=1e-2, fused=True)
 
@@ -105,6 +111,8 @@ def muon(named_params):
     return torch.optim.Muon([param for _, param in named_params], lr=1e-2)
 
 
+edges = load("embedding-net")
+several_on_all_edges = recipe(model=edges.model, batches=edges.batches, loss=edges.loss, optimizer=two_optimizers)
 grouped = recipe(optimizer=decayed_and_not)
 several = recipe(optimizer=two_optimizers)
 fused = recipe(optimizer=fused_adamw)

@@ -62,7 +62,8 @@ def not_rounding(parts: Sequence[Held], whole: Trace, again: Callable[[], Trace]
     column = _columns(whole)
 
     def slots(trace: Trace) -> Slots:
-        return _windows([trace.updates[:, column[part.places]] for part in parts])
+        moves = trace.updates
+        return _windows([moves[:, column[part.places]] for part in parts])
 
     expected, found = slots(whole), _windows([updates(part.piece) for part in parts])
     moves = sensitivity(lambda: slots(again()), unmoved=expected)

@@ -79,8 +79,8 @@ def measure(ground: Ground, seen: Measured, *, kinds: Sequence[str] = KINDS) -> 
     _couple(ground, seen, kinds)
     if seen.shared is not None:
         return
-    for steps in (FIRST_STEPS, STEPS):
-        _cut(ground, seen, kinds, steps)
+    _cut(ground, seen, kinds[:1], FIRST_STEPS)  # what breaks at once is left out of what follows
+    _cut(ground, seen, kinds, STEPS)
     _reach(ground, seen, kinds)
 
 

@@ -20,7 +20,7 @@ from truestep.words.shards import Box
 Shape: TypeAlias = tuple[int, ...]
 
 STEPS: Final = 64
-FIRST_STEPS: Final = 10  # of the short look that comes first: one zero step and two with absent gradients are among them
+FIRST_STEPS: Final = 8  # of the short look that comes first: one zero step and two with absent gradients are among them
 KINDS: Final = ("drift", "noise", "bowl")  # a fixed direction with noise; noise alone; of an element-wise quadratic, in a closed loop
 GROUPS: Final = 2  # two of two params each tell what a group shares from what all share
 LOWERED: Final = 3  # what a setting above STEPS is set to, to see what it holds back

@@ -7,6 +7,7 @@ does is all there, and would be lost in a comparison of params.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,7 +49,7 @@ class Field:
 
     def at(self, places: Tensor) -> Field:
         """Return the field of some elements."""
-        return replace(self, rows=self.rows[:, places], curvature=self.curvature[places])
+        return replace(self, rows=self.rows.index_select(1, places), curvature=self.curvature[places])
 
     def disturbed(self, places: Collection[int]) -> Field:
         """Return one that is far off at these places, in every step."""
@@ -57,13 +58,23 @@ class Field:
         rows[:, at] = 5 * rows.abs().amax(1, keepdim=True) - 1.7 * rows[:, at]
         return replace(self, rows=rows)
 
+    @functools.cached_property
+    def _closed(self) -> Tensor:
+        return self.curvature > 0
+
+    @functools.cached_property
+    def _is_open(self) -> bool:
+        return not bool(self._closed.any())
+
     def gradient(self, step: int, params: Tensor) -> Tensor:
         """Return the gradient of a step, freshly made."""
-        return torch.where(self.curvature > 0, self.curvature * (params - self.rows[step]), self.rows[step]) * self.alive[step]
+        if self._is_open:
+            return self.rows[step] * self.alive[step]
+        return torch.where(self._closed, self.curvature * (params - self.rows[step]), self.rows[step]).mul_(self.alive[step])
 
     def loss(self, step: int, params: Tensor) -> Tensor:
         """Return the loss that has this gradient, 0-d."""
-        along = torch.where(self.curvature > 0, 0.5 * (params - self.rows[step]), params)
+        along = torch.where(self._closed, 0.5 * (params - self.rows[step]), params)
         return (self.gradient(step, params) * along).sum()
 
 
@@ -176,7 +187,7 @@ class Stepper:
     def set(self, gradient: Tensor, step: int) -> None:
         """Give each param its part of a flat gradient, or none."""
         source = self._gradients
-        for (member, param), part in zip(self.params, gradient.split(self._sizes), strict=True):
+        for (member, param), part in zip(self.params, gradient.split_with_sizes(self._sizes), strict=True):
             missing = source.absents and absent_in(member.subject, step)
             if missing and not source.zeros_for_absent:
                 param.grad = None

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from truestep.optimizers.textbook.definition import SCALAR_DTYPE, Hyper, NewState, Rule, State, decayed, slope
-from truestep.optimizers.textbook.operand import Quantity, absolute, by_sign, kept, maximum, mix, sqrt
+from truestep.optimizers.textbook.definition import Hyper, NewState, Rule, State, decayed, slope
+from truestep.optimizers.textbook.operand import Quantity, absolute, by_sign, maximum, mix, sqrt
 from truestep.words.scope import Scope
 
 _ADAM: Final[dict[str, Any]] = {
@@ -75,8 +75,7 @@ def _nadam(theta: Quantity, grad: Quantity, state: State, hyper: Hyper, t: Quant
     theta = decayed(theta, hyper)
     mu = beta1 * (1 - 0.5 * NADAM_DECAY ** (t * psi))
     mu_next = beta1 * (1 - 0.5 * NADAM_DECAY ** ((t + 1) * psi))
-    # torch keeps the product in a 0-d tensor of its own dtype, and reads it back from there.
-    product = kept(state["mu_product"] * mu, hyper.get(SCALAR_DTYPE, torch.float64))
+    product = state["mu_product"] * mu
     m = mix(state["exp_avg"], g, 1 - beta1)
     v = beta2 * state["exp_avg_sq"] + (1 - beta2) * (g * g)
     m_hat = (1 - mu) / (1 - product) * g + mu_next / (1 - product * mu_next) * m

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -16,9 +16,6 @@ Hyper: TypeAlias = Mapping[str, Any]
 State: TypeAlias = Mapping[str, Quantity]
 NewState: TypeAlias = dict[str, Quantity]
 
-# An entry beside the hyper-parameters: the dtype of the 0-d tensors that an optimizer keeps in its state.
-SCALAR_DTYPE: Final = "@scalar_dtype"
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -28,12 +25,12 @@ class Rule:
         name: As `rule` takes it: ``adamw``.
         source: Paper and place, and the upstream file where that decides what the paper leaves open.
         scope: How far the update of one element looks.
-        roundings: On the longest path through the kernels that are known (plain, foreach, fused), counted by hand beside the rule;
-            reductions come on top. What `Operand` counts, and the bound uses, is never less: a test holds it.
+        roundings: On the longest path through the kernels that are known (plain, foreach, fused), counted by hand beside the
+            rule; reductions come on top. What `Operand` counts, and the bound uses, is never less: a test holds it.
         defaults: Hyper-parameters by the names torch has for them, with torch's defaults.
         init: ``(param, hyper) -> state`` before the first step: numbers and float64 tensors by torch's keys.
         step: ``(param, grad, state, hyper, t) -> (param, state)``, the t-th step, from 1. Pure. On float64 tensors it gives the
-            value, on `Operand` the value and its bound; `t` is a number, or an operand where kernels compute with it in tensors.
+            value, on `Operand` (`t` too) the value and its bound.
     """
 
     name: str

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from truestep.optimizers.textbook.definition import Hyper, NewState, Rule, State, decayed, slope
-from truestep.optimizers.textbook.operand import Quantity, by_sign, maximum, minimum, mix, sign
+from truestep.optimizers.textbook.operand import Quantity, beside, by_sign, maximum, minimum, mix, sign
 from truestep.words.scope import Scope
 
 
@@ -36,7 +36,8 @@ def _asgd(theta: Quantity, grad: Quantity, state: State, hyper: Hyper, t: Quanti
     g = slope(theta, grad, hyper)
     theta = theta * (1 - lambd * eta) - eta * g
     ax = state["ax"] + mu * (theta - state["ax"])
-    new_eta = hyper["lr"] / (1 + lambd * hyper["lr"] * t) ** hyper["alpha"]
+    # foreach kernels make eta in a tensor, the plain one in Python.
+    new_eta = hyper["lr"] / (1 + lambd * hyper["lr"] * beside(t, eta)) ** hyper["alpha"]
     new_mu = 1 / maximum(t - hyper["t0"], 1.0)
     return theta, {"step": t, "eta": new_eta, "mu": new_mu, "ax": ax}
 

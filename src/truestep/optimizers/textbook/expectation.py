@@ -2,13 +2,13 @@
 
 Note: which dtype a kernel computes in
     Plain and foreach kernels of torch round every operation to the param's dtype. The fused ones of 16-bit params add and
-    multiply in float32, but on the CPU they cast the settings to 16 bits first (in bfloat16 beta2 = 0.999 is 1, and lr is off by up to
-    0.4%), so that their results are no closer to the rule: the param's dtype it is for all of them. `dtype` says otherwise.
+    multiply in float32, but on the CPU they cast the settings to 16 bits first (in bfloat16 beta2 = 0.999 is 1, and lr is off by
+    up to 0.4%), so that their results are no closer to the rule: the param's dtype it is for all of them. `dtype` says otherwise.
 
 Note: what is computed in tensors
-    Bias corrections and the like are made in Python's float64, and are constants. With `capturable`, `differentiable` or betas
-    in tensors they are made by kernels in the dtype of `step`: there t is an operand, and 1 - beta^t carries its cancellation.
-    So it is, in float64, where the corrections are as coarse as the rest. A learning rate in a tensor is an operand too.
+    Bias corrections and the like are made in Python's float64. With `capturable`, betas in tensors, and for some rules
+    `differentiable`, they are made by kernels in the dtype of `step`, where 1 - beta^t cancels. So t is an operand of the one
+    arithmetic or the other, and so is a learning rate in a tensor; what is made of them is rounded once when it meets a param.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from truestep.optimizers.textbook.definition import SCALAR_DTYPE, Rule
-from truestep.optimizers.textbook.operand import Arithmetic, Operand, kept
+from truestep.optimizers.textbook.definition import Rule
+from truestep.optimizers.textbook.operand import Arithmetic, Operand
 from truestep.optimizers.textbook.table import rule, rule_of
 from truestep.proof.bounds import Expected, smallest_subnormal, unit_roundoff
 from truestep.words.errors import TrueStepError
 
 PARAM: Final = "param"
 STEP: Final = "step"
+_IN_TENSORS_IF_DIFFERENTIABLE: Final = ("adam", "adamw", "nadam")
 
 
 def hyper_of(rule: Rule, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -83,26 +84,19 @@ def expected(
             f"expected a gradient of shape {tuple(param.shape)}, found {tuple(grad.shape)}. Pass both whole, or both as shards."
         )
     scalars = _scalar_dtype(old)
-    in_tensors = _in_tensors(group)
-    computing = [dtype or param.dtype, *([scalars] if in_tensors else [])]
-    computing += [group["lr"].dtype] if isinstance(group.get("lr"), Tensor) and group["lr"].is_floating_point() else []
-    arithmetic = Arithmetic.of(*computing)
+    arithmetic = Arithmetic.of(dtype or param.dtype)
     theta = _real(param)
     hyper = hyper_of(chosen, group, param.dtype)
     before = _before(chosen, theta, hyper, old, arithmetic, scalars)
-    t = _steps(old, group, step) + 1
-    # The init of a rule needs numbers; its step takes a learning rate that is a tensor as what it is.
-    if isinstance(group.get("lr"), Tensor):
-        hyper["lr"] = arithmetic.exact(hyper["lr"])
-    hyper[SCALAR_DTYPE] = scalars
-    as_operand = in_tensors or arithmetic.u <= 2 * unit_roundoff(torch.float64)
-    new_param, new_state = chosen.step(
-        arithmetic.exact(theta), arithmetic.exact(_real(grad)), before, hyper, arithmetic.exact(t) if as_operand else t
-    )
+    if isinstance(rate := group.get("lr"), Tensor):  # init took it for a number; the step takes it for what it is
+        hyper["lr"] = Arithmetic.of(rate.dtype, scalar=True).exact(rate.item()) if rate.is_floating_point() else rate.item()
+    taken = _steps(old, group, step)
+    t = Arithmetic.of(scalars if _in_tensors(chosen, group) else torch.float64, scalar=True).exact(taken + 1)
+    new_param, new_state = chosen.step(arithmetic.exact(theta), arithmetic.exact(_real(grad)), before, hyper, t)
     made = {PARAM: _expected(new_param, theta, param.dtype)}
     for key, value in new_state.items():
         if key == STEP:
-            made[key] = _unchanged(t)
+            made[key] = _unchanged(taken + 1)
         else:
             made[key] = _expected(value, _like(before.get(key), theta), _dtype_of(old.get(key), before.get(key), param, scalars))
     return made
@@ -122,26 +116,27 @@ def _before(
     rule: Rule, theta: Tensor, hyper: Mapping[str, Any], old: Mapping[str, Any], arithmetic: Arithmetic, scalars: torch.dtype
 ) -> dict[str, Operand]:
     """Return the state before the step: what is there is exact, what the step is about to make is rounded to its dtype."""
+    initial = rule.init(theta, hyper)
     made: dict[str, Operand] = {}
-    for key, value in {**rule.init(theta, hyper), **old}.items():
+    for key, value in {**initial, **old}.items():
+        if key == STEP or not _is_number(value):
+            continue
+        is_scalar = key in initial and not isinstance(initial[key], Tensor)
         if key in old:
-            if key != STEP and _is_number(value):
-                made[key] = arithmetic.exact(_real(value) if isinstance(value, Tensor) else value)
-        elif isinstance(value, Tensor):
-            made[key] = Operand(value, value.abs(), int(bool(value.any())), arithmetic)
+            tensor = _real(value) if isinstance(value, Tensor) else value
+            kind = value.dtype if isinstance(value, Tensor) else torch.float64
+            made[key] = (Arithmetic.of(kind, scalar=True) if is_scalar else arithmetic).exact(tensor)
+        elif is_scalar:
+            made[key] = Arithmetic.of(scalars, scalar=True).constant(value)
         else:
-            made[key] = kept(arithmetic.constant(value), scalars)
+            made[key] = Operand(value, value.abs(), int(bool(value.any())), arithmetic)
     return made
 
 
-def _expected(found: Any, like: Tensor, dtype: torch.dtype) -> Expected:
+def _expected(found: Operand, like: Tensor, dtype: torch.dtype) -> Expected:
     """Return value and bound, of the shape of `like`, of a slot of that dtype."""
-    if not isinstance(found, Operand):  # made in Python
-        value = torch.as_tensor(float(found), dtype=torch.float64, device=like.device)
-        bound = torch.zeros_like(value)
-    else:
-        value, bound = found.value.broadcast_to(like.shape), found.bound.broadcast_to(like.shape)
-    if not isinstance(found, Operand) or unit_roundoff(dtype) > found.arithmetic.u:
+    value, bound = found.value.broadcast_to(like.shape), found.bound.broadcast_to(like.shape)
+    if unit_roundoff(dtype) > found.arithmetic.u:
         bound = bound + unit_roundoff(dtype) * (value.abs() + bound) + smallest_subnormal(dtype)
     return Expected(value.clone(), bound.clone())
 
@@ -181,10 +176,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (Tensor, int, float)) and not isinstance(value, bool)
 
 
-def _in_tensors(group: Mapping[str, Any]) -> bool:
+def _in_tensors(rule: Rule, group: Mapping[str, Any]) -> bool:
     """Tell whether bias corrections are made by kernels."""
-    betas = group.get("betas", ())
-    return bool(group.get("capturable") or group.get("differentiable") or any(isinstance(beta, Tensor) for beta in betas))
+    if group.get("differentiable") and rule.name in _IN_TENSORS_IF_DIFFERENTIABLE:
+        return True
+    return bool(group.get("capturable")) or any(isinstance(beta, Tensor) for beta in group.get("betas", ()))
 
 
 def _scalar_dtype(old: Mapping[str, Any]) -> torch.dtype:

@@ -12,7 +12,7 @@ Note: what an operand claims
     (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1 and section 3.4):
 
         x + y       m = m_x + m_y                       k = max(k_x, k_y) + 1
-        x y         m = m_x m_y                         k = k_x + k_y + 1
+        x y         m = max(m_x abs(y), abs(x) m_y) + min(gamma_k_x, gamma_k_y) m_x m_y,      k = k_x + k_y + 1
         x / y       x times 1 / y, for which            m = m_y / (abs(y) (abs(y) - gamma_k m_y)), unbounded where negative
         f(x)        m = max(abs(f(x)), what f can move over x +- gamma_k m, divided by gamma_k)
         max(x, y)   m of the larger if it is so for certain, else the larger m; no rounding
@@ -22,7 +22,8 @@ Note: what an operand claims
     1 - beta) are rounded once by the cast to the kernel's dtype, k = 1. A product or quotient that underflows errs by up to
     half the smallest subnormal, which is u times the smallest normal number: that is added to its m.
 
-    u here is the kernel's plus float64's own: the textbook's value is itself computed.
+    u here is the kernel's plus float64's own: the textbook's value is itself computed. Scalars have an arithmetic of their own
+    (Python's float64, or a 0-d tensor's); when they meet a tensor they are rounded to its, and bring their bound along.
 
 Note: reductions
     A sum of n terms passes n - 1 additions. Where n u > 1/8 that bound says nothing, and 8 sqrt(n) takes its place, which
@@ -48,21 +49,23 @@ _U64: Final = 2.0**-53
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The floating point that a kernel computes in.
+    """The floating point that something is computed in.
 
     Attributes:
         u: Unit roundoff, float64's own added.
         normal: Smallest normal number.
+        scalar: Of the numbers beside the tensors (the step, a learning rate in a tensor, Python's own), which a kernel casts to
+            its own arithmetic when they meet.
     """
 
     u: float
     normal: float
+    scalar: bool = False
 
     @classmethod
-    def of(cls, *dtypes: torch.dtype) -> Arithmetic:
-        """Return that of a kernel that rounds to any of these dtypes: the coarsest of them."""
-        coarsest = max(dtypes, key=unit_roundoff)
-        return cls(unit_roundoff(coarsest) + _U64, max(float(torch.finfo(dtype).smallest_normal) for dtype in dtypes))
+    def of(cls, dtype: torch.dtype, *, scalar: bool = False) -> Arithmetic:
+        """Return that of a dtype."""
+        return cls(unit_roundoff(dtype) + _U64, float(torch.finfo(dtype).smallest_normal), scalar)
 
     def relative(self, roundings: int) -> float:
         """Return the relative error of that many roundings, gamma_k(u)."""
@@ -79,6 +82,11 @@ class Arithmetic:
         if abs(value) in (0, 1):
             return Operand(tensor, tensor.abs(), 0, self)
         return Operand(tensor, tensor.abs() + self.normal, 1, self)
+
+    def cast(self, x: Operand) -> Operand:
+        """Return what was computed in another arithmetic, rounded to this one."""
+        magnitude = x.value.abs() + self.normal + x.bound * ((1 + self.u) / self.u)
+        return Operand(x.value, magnitude, 1, self)
 
     def additions(self, n: int) -> int:
         """Return how many roundings a sum of `n` terms counts as; see the note on reductions."""
@@ -110,12 +118,6 @@ class Operand:
         bound = torch.where(self.magnitude == 0, self.magnitude, self.magnitude * relative)
         return bound.nan_to_num(nan=math.inf, posinf=math.inf)
 
-    def _met(self, other: Quantity) -> Operand:
-        """Return the other side of an operation as an operand."""
-        if isinstance(other, Operand):
-            return other
-        return self.arithmetic.exact(other) if isinstance(other, Tensor) else self.arithmetic.constant(other)
-
     def _made(self, value: Tensor, magnitude: Tensor, roundings: int) -> Operand:
         return Operand(value, magnitude, roundings, self.arithmetic)
 
@@ -123,40 +125,46 @@ class Operand:
         """Return the magnitude of a product: what is exactly zero cannot underflow."""
         return torch.where(magnitude == 0, magnitude, magnitude + self.arithmetic.normal)
 
+    def _product(self, value: Tensor, y: Operand) -> Operand:
+        """Return x times y, whose value is `value`."""
+        longer = torch.maximum(self.magnitude * y.value.abs(), self.value.abs() * y.magnitude)
+        both = self.arithmetic.relative(min(self.roundings, y.roundings)) * (self.magnitude * y.magnitude)
+        magnitude = self._with_underflow((longer + both).nan_to_num(nan=math.inf, posinf=math.inf))
+        return self._made(value, magnitude, self.roundings + y.roundings + 1)
+
     def __neg__(self) -> Operand:
         return self._made(-self.value, self.magnitude, self.roundings)
 
     def __add__(self, other: Quantity) -> Operand:
-        y = self._met(other)
-        return self._made(self.value + y.value, self.magnitude + y.magnitude, max(self.roundings, y.roundings) + 1)
+        x, y = joined(self, other)
+        return x._made(x.value + y.value, x.magnitude + y.magnitude, max(x.roundings, y.roundings) + 1)
 
     def __radd__(self, other: Quantity) -> Operand:
         return self.__add__(other)
 
     def __sub__(self, other: Quantity) -> Operand:
-        return self + -self._met(other)
+        return self.__add__(-other)
 
     def __rsub__(self, other: Quantity) -> Operand:
         return (-self).__add__(other)
 
     def __mul__(self, other: Quantity) -> Operand:
-        y = self._met(other)
-        magnitude = self._with_underflow(self.magnitude * y.magnitude)
-        return self._made(self.value * y.value, magnitude, self.roundings + y.roundings + 1)
+        x, y = joined(self, other)
+        return x._product(x.value * y.value, y)
 
     def __rmul__(self, other: Quantity) -> Operand:
         return self.__mul__(other)
 
     def __truediv__(self, other: Quantity) -> Operand:
-        y = self._met(other)
+        x, y = joined(self, other)
         size = y.value.abs()
         least = size - y.bound
-        inverse = torch.where(least > 0, y.magnitude / (size * least), math.inf)
-        magnitude = self._with_underflow((self.magnitude * inverse).nan_to_num(nan=math.inf, posinf=math.inf))
-        return self._made(self.value / y.value, magnitude, self.roundings + y.roundings + 1)
+        magnitude = torch.where(least > 0, y.magnitude / (size * least), math.inf)
+        return x._product(x.value / y.value, x._made(1 / y.value, magnitude, y.roundings))
 
     def __rtruediv__(self, other: Quantity) -> Operand:
-        return self._met(other) / self
+        y, x = joined(self, other)
+        return x.__truediv__(y)
 
     def __pow__(self, exponent: float) -> Operand:
         """Return a power of what is positive; a pow that is 2 ulps off is allowed for."""
@@ -172,6 +180,19 @@ class Operand:
         slope = abs(math.log(base)) * torch.maximum(base ** (self.value - bound), base ** (self.value + bound)) if base else 0.0
         magnitude = value * (1 + self.value.abs()) + slope * self.magnitude
         return self._made(value, self._with_underflow(magnitude), self.roundings + 3)
+
+
+def joined(*quantities: Quantity) -> list[Operand]:
+    """Return quantities, at least one an operand, as operands of one arithmetic: the tensors', or else the coarsest there is."""
+    met = [quantity.arithmetic for quantity in quantities if isinstance(quantity, Operand)]
+    arithmetic = max(met, key=lambda each: (not each.scalar, each.u))
+    return [_in(arithmetic, quantity) for quantity in quantities]
+
+
+def _in(arithmetic: Arithmetic, quantity: Quantity) -> Operand:
+    if isinstance(quantity, Operand):
+        return quantity if quantity.arithmetic == arithmetic else arithmetic.cast(quantity)
+    return arithmetic.exact(quantity) if isinstance(quantity, Tensor) else arithmetic.constant(quantity)
 
 
 def sqrt(x: Quantity) -> Quantity:
@@ -197,7 +218,7 @@ def absolute(x: Quantity) -> Quantity:
 def maximum(x: Quantity, y: Quantity) -> Quantity:
     """Return the larger of the two; exact."""
     if isinstance(x, Operand) or isinstance(y, Operand):
-        x, y = (x, x._met(y)) if isinstance(x, Operand) else (y._met(x), y)
+        x, y = joined(x, y)
         apart, unsure = x.value - y.value, x.bound + y.bound
         either = torch.where(apart > unsure, x.magnitude, torch.maximum(x.magnitude, y.magnitude))
         magnitude = torch.where(-apart > unsure, y.magnitude, either)
@@ -218,16 +239,15 @@ def by_sign(x: Quantity, *, below: Quantity, at: Quantity, above: Quantity) -> Q
         return above if x > 0 else below if x < 0 else at
     if isinstance(x, Tensor):
         return _picked(x, *(torch.as_tensor(branch, dtype=torch.float64, device=x.device) for branch in (below, at, above)))
-    branches = [x._met(branch) for branch in (below, at, above)]
+    _, *branches = joined(x, below, at, above)
     roundings = max(x.roundings, 1, *(branch.roundings for branch in branches))
     value = _picked(x.value, *(branch.value for branch in branches))
     magnitude = _picked(x.value, *(branch.magnitude for branch in branches))
-    highest = torch.maximum(torch.maximum(branches[0].value, branches[1].value), branches[2].value)
-    lowest = torch.minimum(torch.minimum(branches[0].value, branches[1].value), branches[2].value)
-    largest = torch.maximum(torch.maximum(branches[0].magnitude, branches[1].magnitude), branches[2].magnitude)
-    any_branch = largest + (highest - lowest) / x.arithmetic.relative(roundings)
+    spread = _highest(*(branch.value for branch in branches)) + _highest(*(-branch.value for branch in branches))
+    largest = _highest(*(branch.magnitude for branch in branches))
+    any_branch = largest + spread / branches[0].arithmetic.relative(roundings)
     unsure = (x.value.abs() <= x.bound) & (x.bound > 0)
-    return x._made(value, torch.where(unsure, any_branch, magnitude), roundings)
+    return branches[0]._made(value, torch.where(unsure, any_branch, magnitude), roundings)
 
 
 def sign(x: Quantity) -> Quantity:
@@ -243,7 +263,7 @@ def mix(old: Quantity, new: Quantity, weight: Quantity) -> Quantity:
     """
     if not isinstance(old, Operand):
         return (1 - weight) * old + weight * new
-    w, new = old._met(weight), old._met(new)
+    old, new, w = joined(old, new, weight)
     value = (1 - w.value) * old.value + w.value * new.value
     both = old.magnitude + new.magnitude
     magnitude = torch.where(w.value < 0.5, old.magnitude + w.magnitude * both, new.magnitude + both)
@@ -271,12 +291,9 @@ def mean(x: Quantity, dim: int) -> Quantity:
     return x._made(mean(x.value, dim), x._with_underflow(mean(x.magnitude.expand_as(x.value), dim)), roundings)
 
 
-def kept(x: Quantity, dtype: torch.dtype) -> Quantity:
-    """Return x as read back from state of that dtype, which may be coarser than what the kernel computes in."""
-    if not isinstance(x, Operand) or unit_roundoff(dtype) <= x.arithmetic.u:
-        return x
-    cast = unit_roundoff(dtype) * (x.value.abs() + x.bound)
-    return x._made(x.value, x.magnitude + cast / x.arithmetic.relative(max(x.roundings, 1)), max(x.roundings, 1))
+def beside(t: Quantity, other: Quantity) -> Quantity:
+    """Return the number of the step in the arithmetic of another scalar, where that is an operand."""
+    return other.arithmetic.exact(t.value) if isinstance(t, Operand) and isinstance(other, Operand) else t
 
 
 def shape(x: Quantity) -> torch.Size:
@@ -292,3 +309,7 @@ def unbounded(value: Tensor, x: Operand) -> Operand:
 
 def _picked(x: Tensor, below: Tensor, at: Tensor, above: Tensor) -> Tensor:
     return torch.where(x > 0, above, torch.where(x < 0, below, at))
+
+
+def _highest(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+    return torch.maximum(torch.maximum(first, second), third)
