@@ -21,11 +21,8 @@ ZERO = ("zero0", "zero1", "zero2", "zero3")
 RECIPES = {
     "embedding-net": lambda row: row["optimizer"] == "adagrad" or "zero" not in row["backend"],
     TINY_GPT: lambda row: True,
-    TINY_BF16_GPT: lambda row: row["optimizer"] != "healthy.py:fused_sgd",
-    "healthy:padded": lambda row: True,
-    "healthy:clipped": lambda row: True,
-    "healthy:noisy": lambda row: True,
-    "healthy:scheduled": lambda row: True,
+    TINY_BF16_GPT: lambda row: True,
+    "healthy:noisy": lambda row: True,  # dropout and batch norm
 }
 FACTORS = {
     "backend": list(BACKENDS),
@@ -83,11 +80,6 @@ def test_several_models_and_optimizers(equal, backend, recipe):
 # --- what forwards and losses do
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_and_batch_norm(equal, backend):
-    equal("healthy:noisy", backend=backend, micro_batches=3, steps=STEPS)
-
-
 @pytest.mark.parametrize("recipe", ["healthy:summed", "healthy:summed_over_counted"])
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero2"])
 def test_a_loss_that_is_a_sum(equal, backend, recipe):
@@ -95,9 +87,8 @@ def test_a_loss_that_is_a_sum(equal, backend, recipe):
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
-def test_bf16(equal, backend, optimizer):
-    equal(TINY_BF16_GPT, backend=backend, optimizer=optimizer, micro_batches=4, steps=STEPS)
+def test_bf16(equal, backend):
+    equal(TINY_BF16_GPT, backend=backend, optimizer="adamw", micro_batches=4, steps=STEPS)
 
 
 # --- optimizers and their settings
@@ -124,6 +115,14 @@ def test_several_param_groups(equal, backend):
     equal("healthy:grouped", backend=backend, micro_batches=2, steps=STEPS)
 
 
+@pytest.mark.skipif("fsdp1" not in BACKENDS, reason="no backend here flattens params before the optimizer is built")
+def test_groups_by_a_shape_that_wrapping_takes_away_are_told_of(judged):
+    report = judged("healthy:grouped_by_dim", backend="fsdp1", micro_batches=2, steps=STEPS)
+    assert report.verdict == "different"
+    assert (report.first.code, report.first.law, report.first.step) == ("params/other-group", "params", 1), str(report.first)
+    assert report.first.param == "embedding.weight"
+
+
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
@@ -138,11 +137,16 @@ def test_fused_kernels(equal, recipe, backend):
     equal(recipe, backend=backend, micro_batches=2, steps=STEPS)
 
 
-@pytest.mark.parametrize(("recipe", "backend"), [("factored", "ddp"), ("orthogonal", "ddp"), ("orthogonal", "fsdp2")])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("recipe", "backend", "world_size"),
+    [
+        ("factored", "ddp", 2),
+        ("factored", "ddp", 3),
+        ("orthogonal", "ddp", 3),
+        ("orthogonal", "fsdp2", 2),  # with 3 ranks its shards are uneven, and torch's Muon raises (2.13)
+    ],
+)
 def test_optimizers_that_look_at_whole_tensors(equal, recipe, backend, world_size):
-    if (backend, world_size) == ("fsdp2", 3):
-        pytest.skip("torch 2.13: Muon raises on uneven shards")
     equal(f"healthy:{recipe}", backend=backend, micro_batches=2, world_size=world_size, steps=STEPS)
 
 

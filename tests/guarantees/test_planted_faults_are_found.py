@@ -1,4 +1,4 @@
-"""Every planted fault, on every backend of its row: found, at the first step it acts, by its law, and named; its clean twin is equal."""
+"""Every planted fault, on every backend of its row, is found at the first step it acts, and named; its clean twin is equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A view says the same of the same content on every backend: names, keys, shapes, dtypes and digests; and taking it changes nothing.
+"""A view says the same of the same content on every backend: names, keys, shapes, dtypes, digests; taking it changes nothing.
 
 Two ranks get the same batches, so that the mean over them is bitwise one process's gradient, and so is all that follows.
 """
@@ -15,7 +15,6 @@ from truestep.backends.base import Settings
 
 STEPS = 3
 BACKENDS = [name for name in base.BACKENDS if name != "single"]
-DEEPSPEED_REBUILDS = "adagrad"  # from its defaults, with one group: what it makes of two is another optimizer
 
 
 class Net(nn.Module):
@@ -129,9 +128,12 @@ def demand_equal(session, one):
     assert list(public) == list(view)
 
 
+# accelerate wraps backends that have all of them; its Adagrad on FSDP2 shows a fault of that pair, with a test of its own.
+CELLS = [(name, backend) for backend in BACKENDS for name in OPTIMIZERS if "accelerate" not in backend or "two groups" in name]
+
+
 @pytest.mark.truestep(world_size=2)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "backend"), CELLS)
 def test_equal_content_looks_equal_before_and_after_steps(optimizer, backend, rank, world_size):
     if (vendor := base.BACKENDS[backend].vendor) and importlib.util.find_spec(vendor) is None:
         pytest.skip(f"{vendor} is not installed")

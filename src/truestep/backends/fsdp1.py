@@ -113,6 +113,8 @@ class FlatSession(TorchSession):
         """
         shape_by_name = {slot.name: slot.shape for slot in found if slot.key == "param"}
         here = {slot.name for slot in found if slot.key == "param" and slot.boxes}
+        held = {id(param) for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]}
+        stepped = {name for name, param in self.params() if id(param) in held and param.requires_grad}
         kept = {slot.name for slot in found if slot.key != "param"}
         like = {slot.key: slot for slot in found if slot.name in here and slot.key != "param" and slot.kind == "tensor"}
         return [
@@ -120,7 +122,7 @@ class FlatSession(TorchSession):
                 slot, name=name, shard=Shard(Layout.FLAT, shape if slot.shape == shape_by_name[slot.name] else (), ()), local=()
             )
             for name, shape in shape_by_name.items()
-            if name not in here and name not in kept
+            if name in stepped and name not in here and name not in kept
             for slot in like.values()
         ]
 

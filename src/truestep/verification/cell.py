@@ -32,6 +32,11 @@ class CellPlan:
     device: str = "cpu"
     seed: int = 1234
 
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return f"cell {self.backend}{f' {self.optimizer}' if self.optimizer else ''} x{self.micro_batches}"
+
 
 def seed_everything(seed: int) -> None:
     """Seed torch, Python and numpy."""

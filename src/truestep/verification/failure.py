@@ -15,12 +15,15 @@ from truestep.words.finding import Finding, listed, merged
 
 Kind: TypeAlias = Literal["died", "raised", "hung", "waited", "finished"]
 
-# In the order in which they explain a failure: what comes first is the cause, and the rest most often its consequence.
-FIXES: Final[dict[Kind, str]] = {
+# In this order they explain a failure: what comes first is the cause, and the rest most often its consequence.
+_CAUSES: Final[tuple[Kind, ...]] = ("died", "raised", "hung")
+FIXES: Final[dict[str, str]] = {
     "died": "Look at its last output, and with dmesg for a kill by the system when memory ran out.",
     "raised": "Mend what its traceback shows.",
+    "left": "Remove that call: a rank process is not the recipe's to end.",
     "hung": "See where each rank waits: most often in a collective that not every rank enters. If it is slow, allow more time.",
 }
+LEFT: Final = "called sys.exit"
 LOG_LINES: Final = 30
 _FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 TOLD_CHARACTERS: Final = 200
@@ -34,6 +37,8 @@ _AROUND: Final = (
     "/truestep/verification/template.py",
     "/truestep/verification/given.py",
 )
+_LINK: Final = "/truestep/verification/link.py"
+_CONNECTION_LOST: Final = ("onnection reset by peer", "onnection closed by peer")  # as gloo says it
 _AROUND_FOLDERS: Final = ("/_pytest/", "/pluggy/")
 
 
@@ -71,22 +76,38 @@ def failure(what: str, fates: Sequence[Fate]) -> TrueStepError:
     shared = _shared_error(fates)
     if shared is not None:
         return shared
-    kind = next(kind for kind in FIXES if any(fate.kind == kind for fate in fates))
-    causes = [fate for fate in fates if fate.kind == kind]
-    others = [fate for fate in fates if fate.kind not in (kind, "finished")]
+    kind = next(kind for kind in _CAUSES if any(fate.kind == kind for fate in fates))
+    known = [_as_consequence(fate) if kind == "died" else fate for fate in fates]
+    causes = _without_listeners([fate for fate in known if fate.kind == kind])
+    others = _without_listeners([fate for fate in known if fate.kind not in (kind, "finished")], everyone=False)
+    fix = FIXES["left"] if all(fate.told.startswith(LEFT) for fate in causes) else FIXES[kind]
     finding = Finding(
         code=f"run/{kind}",
         law=None,
         severity="error",
         expected=f"every rank to finish {what}",
         found=causes[0].told,
-        fix=FIXES[kind],
+        fix=fix,
         ranks=tuple(sorted(fate.rank for fate in causes if fate.rank is not None)),
     )
     told = "; ".join(f"{names} {fate.told}" for names, fate in (*_alike(causes, "told"), *_alike(others, "told")))
-    everyone = [*causes, *others, *(fate for fate in fates if fate.kind == "finished")]
-    sections = "\n".join(_section(names, fate) for names, fate in _alike(everyone, "told", "text", "log"))
-    return VerifyError(f"{what}: {told}. {FIXES[kind]}\n\n{sections}", [finding])
+    # A stack says more than this line only where waiting itself is the failure.
+    briefly = [replace(fate, text="") if fate.kind == "waited" else fate for fate in others]
+    shown = [fate for fate in (*causes, *briefly, *(fate for fate in known if fate.kind == "finished")) if fate.text or fate.log]
+    sections = "".join(f"\n\n{_section(names, fate)}" for names, fate in _alike(shown, "told", "text", "log"))
+    return VerifyError(f"{what}: {told}. {fix}{sections}", [finding])
+
+
+def _as_consequence(fate: Fate) -> Fate:
+    """Return the fate of a member that raised only because the process that it was connected to is gone."""
+    lost = fate.kind == "raised" and any(sign in fate.told for sign in _CONNECTION_LOST)
+    return replace(fate, kind="waited", told="lost its connection to it", text="") if lost else fate
+
+
+def _without_listeners(fates: list[Fate], everyone: bool = True) -> list[Fate]:
+    """Leave out members that only wait for a record to be sent or received; all of them are kept if `everyone` is such a one."""
+    told = [fate for fate in fates if fate.kind not in ("hung", "waited") or _LINK not in fate.text]
+    return told or (fates if everyone else [])
 
 
 def _shared_error(fates: Sequence[Fate]) -> TrueStepError | None:
@@ -118,12 +139,8 @@ def _names(fates: Sequence[Fate]) -> str:
 
 
 def _section(names: str, fate: Fate) -> str:
-    lines = [f"--- {names} {fate.told}"]
-    if fate.text:
-        lines.append(fate.text.rstrip("\n"))
-    if fate.log:
-        lines += [f"--- {names}, last output", fate.log]
-    return "\n".join(lines)
+    parts = [f"--- {names} {fate.told}", fate.text.rstrip("\n")] if fate.text else []
+    return "\n".join([*parts, *([f"--- {names}, last output", fate.log] if fate.log else [])])
 
 
 def one_line(error: str) -> str:

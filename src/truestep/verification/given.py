@@ -211,7 +211,7 @@ class _Rank:
         if beat != self._beat:
             self._beat, self._beaten = beat, time.monotonic()
         if time.monotonic() - self._beaten > GONE_S:
-            raise failure(f"cell {self.plan.backend}", [Fate(0, "died", f"gave no sign of life for {GONE_S:g} s")])
+            raise failure(self.plan.title, [Fate(0, "died", f"gave no sign of life for {GONE_S:g} s")])
 
     def attend(self) -> None:
         """Leave the fate of this rank's loop on the board, once it is known or has to be."""
@@ -272,7 +272,7 @@ def _reference(plan: CellPlan, where: link.Address, timeout: float, hear: Hear) 
                 world_size=None,
                 timeout=timeout,
                 progress=heard,
-                what="the reference",
+                what=plan.title,
             )
         )
 
@@ -330,7 +330,7 @@ class _Judge:
     def _failure(self, fates: dict[int, tuple[float, Fate]]) -> TrueStepError:
         gone = [Fate(rank, "died", "died") for rank in range(self._plan.world_size) if rank not in fates]
         in_order = [fate for _, fate in sorted(fates.values(), key=lambda ended: ended[0])]
-        return failure("the cell", [*gone, *in_order])
+        return failure(self._plan.title, [*gone, *in_order])
 
     def _found_dead(self) -> TrueStepError | None:
         """Return the error for ranks that have died, when this one is told to end; None if the others were told so too."""

@@ -1,8 +1,8 @@
 """What one rank's training loop did in one optimizer step, recorded from the outside.
 
 A *micro-batch* opens at the first forward after a backward (or at the recipe's `loss`, where the loop calls it) and holds every
-backward up to the next one. Each is kept with what one process needs to run it again: the RNG states and buffers as they were before its
-forward, the loss, the factor that reached the loss, and the local gradients that hooks saw.
+backward up to the next one. Each is kept with what one process needs to run it again: the RNG states and buffers as they were
+before its forward, the loss, the factor that reached the loss, and the local gradients that hooks saw.
 """
 
 from __future__ import annotations
@@ -273,7 +273,11 @@ class Recorder:
 
     @contextmanager
     def _watching_clips(self) -> Iterator[None]:
-        clip_with = torch.nn.utils.clip_grad._clip_grads_with_norm_
+        # What every clipping by norm comes to. The loop may have imported the function: so it is not its name that is replaced, but
+        # what torch's wrapper around it calls, which all its names share.
+        wrapper = torch.nn.utils.clip_grad._clip_grads_with_norm_
+        cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+        clip_with = cells["func"].cell_contents
 
         def watched(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
             held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -284,9 +288,11 @@ class Recorder:
                 self._record.clips.append(clip)
             clip_with(held, max_norm, total_norm, *args, **kwargs)
 
-        # `clip_grad_norm_` calls this by its module's name, so a loop that imported it earlier is seen as well.
-        with mock.patch.object(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", watched):
+        cells["func"].cell_contents = watched
+        try:
             yield
+        finally:
+            cells["func"].cell_contents = clip_with
 
 
 def _last_part(key: str | None) -> str:

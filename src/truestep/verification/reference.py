@@ -179,7 +179,9 @@ class Reference:
             self._copies(after)
 
     def _hyper_parameters(self, record: StepRecord, update: updates.Update) -> None:
-        """Judge param groups as the step came, where their schedule is known; of a loop that sets them itself, what it began with."""
+        """Judge param groups as the step came; of a loop that sets them itself, without a schedule, as it found them."""
+        if record.identity is not None:
+            self._updates.membership(self.sheet, record.identity)
         known = self._recipe.train_step is None or self._scheduler is not None
         if known or self.sheet.step == 1:
             found = update.groups if known else update.start.values

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from truestep.backends import slots
+from truestep.backends.base import Identity
 from truestep.optimizers.replica import replica
 from truestep.proof.update import ZERO_GRADIENT, Judgement, judge, sensitivity
 from truestep.state.digest import bitwise_equal
 from truestep.state.view import SlotId, slots_of
 from truestep.verification.sheet import Sheet
 from truestep.verification.whole import Wholes
-from truestep.words.finding import Finding
+from truestep.words.finding import SHOWN_AT_MOST, Finding
 from truestep.words.names import OPTIMIZER_SLOT, group_slot, labelled
 
 # Group entries that schedules set: never state, even where an engine's own schedule moves them inside its step.
@@ -55,6 +56,19 @@ class UpdateJudge:
     def __init__(self, params: Mapping[str, Tensor], optimizers: Sequence[tuple[str | None, torch.optim.Optimizer]]) -> None:
         self._name_by_id = {id(param): name for name, param in params.items()}
         self._optimizers = list(optimizers)
+
+    def membership(self, sheet: Sheet, identity: Identity) -> None:
+        """Compare which group of which optimizer holds each param, where both have as many groups."""
+        mine = {
+            self._name_by_id[id(param)]: (index, place)
+            for index, (_, optimizer) in enumerate(self._optimizers)
+            for place, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        }
+        theirs = {identity.live[held]: where for where, ids in identity.held for held in ids if held in identity.live}
+        if {where for where, _ in identity.held} >= set(mine.values()):
+            for name in [name for name in mine if theirs.get(name, mine[name]) != mine[name]][:SHOWN_AT_MOST]:
+                sheet.add(_other_group(name, mine[name][1], theirs[name][1]), "update")
 
     def hyper_parameters(self, sheet: Sheet, update: Update, found: Groups, *, held_by_user: bool) -> None:
         """Compare param groups with those that the reference's own schedule drives.
@@ -304,6 +318,20 @@ def _harmless(slot_ids: Sequence[SlotId]) -> Finding:
         param=name,
         key=key,
         found=f"{len(slot_ids)} slots that a zero gradient in place of an absent one counted or made, the param left alone",
+    )
+
+
+def _other_group(name: str, mine: int, theirs: int) -> Finding:
+    return Finding(
+        "params/other-group",
+        "params",
+        "error",
+        param=name,
+        key="param",
+        expected=f"it in param group {mine}, where one process has it",
+        found=f"it in param group {theirs}",
+        cause="the params were sorted into groups by something that wrapping changes, as their shapes or their order",
+        fix="Sort them by name, or by what the unwrapped model says of them.",
     )
 
 

@@ -200,6 +200,7 @@ def _on_own_ranks(plan: CellPlan, timeout: float, hear: Hear) -> dict[str, Any]:
             reference_args=(plan, where),
             timeout=timeout,
             progress=heard,
+            what=plan.title,
         )
     finally:
         link.discard(where)

@@ -20,20 +20,25 @@ import pickle
 import random
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, Literal, NoReturn
 
-from truestep.verification.failure import one_line
+from truestep.verification.failure import LEFT, one_line
 from truestep.words.errors import TrueStepError
 
 RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WATCH_S: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
+_PATHS: Final = sysconfig.get_paths()
+_NOT_THE_USERS: Final = (str(Path(__file__).parents[1]), _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<")
 
 
 # --- what members and parent tell each other
@@ -311,11 +316,19 @@ def _resolve(task: str) -> Callable[..., Any]:
 def raised(error: BaseException) -> Raised:
     """Return what a task raised, caught by the function that called it."""
     own_frame_cut = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(type(error), error, own_frame_cut))
+    text = "".join(traceback.format_exception(type(error), error, _users_part(own_frame_cut)))
     if isinstance(error, SystemExit):
-        return Raised("died", f"called sys.exit({'' if error.code is None else repr(error.code)})", text)
+        return Raised("died", f"{LEFT}({'' if error.code is None else repr(error.code)})", text)
     pickled = None
     if isinstance(error, TrueStepError):
         with contextlib.suppress(Exception):  # its traceback is told instead
             pickled = pickle.dumps(error)
     return Raised("raised", f"raised {one_line(traceback.format_exception_only(error)[-1])}", text, pickled)
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the user's first line on; all of it where none is the user's: then the fault is ours."""
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        part = part.tb_next
+    return part or trace

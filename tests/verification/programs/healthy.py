@@ -72,23 +72,30 @@ scheduled_betas = recipe(scheduler=one_cycle)
 # --- optimizers
 
 
-def decayed_and_not(named_params):
-    """Two groups, of which one decays."""
-    named = list(named_params)
+def in_two_groups(decayed, others):
     return torch.optim.AdamW(
-        [
-            {"params": [param for _, param in named if param.dim() > 1], "weight_decay": 0.1},
-            {"params": [param for _, param in named if param.dim() < 2], "weight_decay": 0.0, "lr": 3e-3},
-        ],
-        lr=1e-2,
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2
     )
+
+
+def decayed_and_not(named_params):
+    """Decay the weights of linear layers and the embedding, but nothing else."""
+    named = dict(named_params)
+    weights = [name for name in named if name.endswith("weight") and not name.startswith("norm")]
+    return in_two_groups([named[name] for name in weights], [named[name] for name in named if name not in weights])
+
+
+def decayed_by_dim(named_params):
+    """The same by the shapes that the params have, as people often write it: under FSDP1 these are all flat."""
+    params = [param for _, param in named_params]
+    return in_two_groups([param for param in params if param.dim() == 2], [param for param in params if param.dim() != 2])
 
 
 def two_optimizers(named_params):
     named = list(named_params)
-    matrices = [param for _, param in named if param.dim() > 1]
-    vectors = [param for _, param in named if param.dim() < 2]
-    return [torch.optim.Adagrad(matrices, lr=0.02), torch.optim.SGD(vectors, lr=0.01, momentum=0.9, weight_decay=0.1)]
+    weights = [param for name, param in named if name.endswith("weight")]
+    others = [param for name, param in named if not name.endswith("weight")]
+    return [torch.optim.Adagrad(weights, lr=0.02), torch.optim.SGD(others, lr=0.01, momentum=0.9, weight_decay=0.1)]
 
 
 def decayed_sgd(named_params):
@@ -114,6 +121,7 @@ def muon(named_params):
 edges = load("embedding-net")
 several_on_all_edges = recipe(model=edges.model, batches=edges.batches, loss=edges.loss, optimizer=two_optimizers)
 grouped = recipe(optimizer=decayed_and_not)
+grouped_by_dim = recipe(optimizer=decayed_by_dim)
 several = recipe(optimizer=two_optimizers)
 fused = recipe(optimizer=fused_adamw)
 fused_momentum = recipe(optimizer=fused_sgd)

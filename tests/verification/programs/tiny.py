@@ -1,7 +1,7 @@
 """What the programs beside this file train: a small net that maps tokens to numbers, on padded sequences.
 
-Token 0 is padding. The targets grow and shrink from micro-batch to micro-batch, and the gradient with them; no two params have the
-same shape.
+Token 0 is padding. The targets grow and shrink from micro-batch to micro-batch, and the gradient with them; no two params have
+the same shape.
 """
 
 from __future__ import annotations

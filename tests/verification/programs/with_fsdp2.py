@@ -7,6 +7,7 @@ import torch.distributed as dist
 from tiny import GLOBAL_TOKENS, adagrad, adamw, errors, loss, num_tokens, padded_batches, program, recipe, sgd
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 
@@ -219,6 +220,24 @@ def clips_each_rank_by_its_own_norm(model, optimizer, batches):
     norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
     for gradient in gradients:
         gradient.mul_(min(1.0, 0.5 / (norm.item() + 1e-6)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@program(max_norm=0.5)
+def clips_by_the_norm_of_its_own_shards(model, optimizer, batches):
+    backward_all(model, batches)
+    norm = get_total_norm([param.grad.to_local() for param in model.parameters()])
+    clip_grads_with_norm_(model.parameters(), 0.5, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@program(max_norm=0.5)
+def healthy_and_clipped_by_a_norm_made_whole(model, optimizer, batches):
+    backward_all(model, batches)
+    norm = get_total_norm([param.grad for param in model.parameters()]).full_tensor()
+    clip_grads_with_norm_(model.parameters(), 0.5, norm)
     optimizer.step()
     optimizer.zero_grad()
 

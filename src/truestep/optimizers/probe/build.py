@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -63,6 +63,10 @@ class Way:
         for group in groups_of(optimizers):
             group.update({key: value for key, value in self.group_settings.items() if key in group})
         return optimizers
+
+    def with_plain_kernels(self) -> Way:
+        """Return the same with foreach and fused kernels off, where its groups have them."""
+        return replace(self, group_settings={**self.group_settings, "foreach": False, "fused": False})
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from truestep.optimizers.probe.build import groups_of
 from truestep.optimizers.probe.plan import BOX, FLAT, FUSED, RESHAPED, Cut, Member, Subject, dim_layout, group_of
 from truestep.optimizers.probe.run import Trace, differing, places_of, updates
 from truestep.proof.update import Slots, judge, sensitivity
-from truestep.words.scope import Scope, widest
+from truestep.words.scope import Scope
 
 WINDOW_STEPS: Final = 8  # what differs is summed over as many steps, as one step of one element says little of rounding
 
@@ -102,11 +102,6 @@ def scope_of_cuts(subject: Subject, broken: Sequence[str]) -> Scope:
     return Scope.TENSOR if telling & failed else Scope.ELEMENT
 
 
-def is_settled(subject: Subject, broken: Sequence[str]) -> bool:
-    """Tell whether no further cut can tell more of a subject than what is broken already."""
-    return scope_of_cuts(subject, broken) is Scope.TENSOR and (RESHAPED in broken or subject.ndim == 1)
-
-
 # -- One element, one param, against the others
 
 
@@ -170,8 +165,3 @@ def disturbed_subjects(members: Sequence[Member]) -> list[int]:
         if len(member.places) > len(by_group.get(group_of(member.subject), member).places) or group_of(member.subject) not in by_group:
             by_group[group_of(member.subject)] = member
     return [member.subject for member in by_group.values()]
-
-
-def scope_of(subject: Subject, broken: Sequence[str], reached: Scope, shared: Scope | None) -> Scope:
-    """Return the scope of one subject from all that was seen."""
-    return widest([scope_of_cuts(subject, broken), reached, *([shared] if shared else [])])

@@ -10,35 +10,11 @@ from torch import Tensor
 
 from truestep.optimizers.probe import judge, run
 from truestep.optimizers.probe.build import Way
-from truestep.optimizers.probe.plan import FIRST_STEPS, KINDS, STEPS, Cut, Member, Plan, Subject, plan_of
+from truestep.optimizers.probe.ground import Ground
+from truestep.optimizers.probe.plan import FIRST_STEPS, KINDS, RESHAPED, STEPS, Cut, Subject, plan_of
 from truestep.optimizers.probe.quiet import drew, randomness, seed
 from truestep.optimizers.probe.run import Field, Trace
 from truestep.words.scope import Scope, widest
-
-
-@dataclass(frozen=True)
-class Ground:
-    """What is measured, and on what.
-
-    Attributes:
-        way: How the optimizer is made and stepped.
-        subjects: The whole params that it takes.
-        zeros: Whether some steps may have zero gradients.
-        absents: Whether some params may miss theirs.
-    """
-
-    way: Way
-    subjects: tuple[Subject, ...]
-    zeros: bool = True
-    absents: bool = True
-
-    def field(self, plan: Plan, steps: int) -> Field:
-        """Return the gradients of a plan."""
-        return run.field(plan, steps, zeros=self.zeros, absents=self.absents)
-
-    def trace(self, plan: Plan, steps: int) -> Trace:
-        """Run the whole subjects of a plan."""
-        return run.run(self.way, plan.wholes, run.start(plan), self.field(plan, steps))
 
 
 @dataclass
@@ -69,9 +45,12 @@ class Measured:
         seen += [self.reach_by_subject.get(number, Scope.ELEMENT), *([self.shared] if self.shared else [])]
         return widest(seen)
 
-    def is_settled(self, number: int, subject: Subject) -> bool:
-        """Tell whether cuts can tell no more of a subject."""
-        return judge.is_settled(subject, self.broken_by_subject.get(number, ()))
+    def can_tell(self, layout: str, number: int, subject: Subject) -> bool:
+        """Tell whether a cut of this layout could add to what is known of a subject."""
+        broken = self.broken_by_subject.get(number, ())
+        if layout == RESHAPED:
+            return layout not in broken
+        return layout not in broken and self.scope(number, subject).width < Scope.TENSOR.width
 
 
 def measure(ground: Ground, seen: Measured, *, kinds: Sequence[str] = KINDS) -> None:
@@ -79,9 +58,9 @@ def measure(ground: Ground, seen: Measured, *, kinds: Sequence[str] = KINDS) -> 
     _couple(ground, seen, kinds)
     if seen.shared is not None:
         return
+    _reach(ground, seen, kinds)
     _cut(ground, seen, kinds[:1], FIRST_STEPS)  # what breaks at once is left out of what follows
     _cut(ground, seen, kinds, STEPS)
-    _reach(ground, seen, kinds)
 
 
 # -- What params share
@@ -131,30 +110,39 @@ def _cut(ground: Ground, seen: Measured, kinds: Sequence[str], steps: int) -> No
     plan = plan_of(ground.subjects, kinds)
     originals = [subject.original for subject in plan.subjects]
 
-    def is_open(cut: Cut, number: int) -> bool:
+    def is_open(layout: str, number: int) -> bool:
         one = originals[number]
-        return not seen.is_settled(one, ground.subjects[one]) and cut.layout not in seen.broken_by_subject.get(one, ())
+        # A reshape of what looks at its whole tensor anyway is judged by the short run, which costs less.
+        known = steps > FIRST_STEPS and seen.scope(one, ground.subjects[one]).width >= Scope.TENSOR.width
+        return not known and seen.can_tell(layout, one, ground.subjects[one])
 
-    cuts = [cut for cut in plan.cuts if any(is_open(cut, number) for number in cut.subjects)]
+    cuts = [cut for cut in plan.cuts if any(is_open(cut.layout, number) for number in cut.subjects)]
     if not cuts:
         return
     concerned = {number for cut in cuts for number in cut.subjects}
     wholes = [member for member in plan.wholes if member.subject in concerned]
     start, gradients = run.start(plan), ground.field(plan, steps)
-
-    def again() -> Trace:
-        return run.run(ground.way, wholes, start, gradients)
-
-    whole = again()
+    whole = run.run(ground.way, wholes, start, gradients)
     held, raised = _pieces(ground.way, cuts, start, gradients)
-    parts = judge.misfits(held, whole)
-    if not seen.draws:
-        parts = judge.not_rounding(parts, whole, again)
-        for part in parts:
+    if not seen.draws:  # pieces draw other numbers than wholes: they differ, and say nothing
+        parts = judge.misfits([part for part in held if is_open(part.layout, part.subject)], whole)
+        for part in _beyond_rounding(ground, parts, whole, start, gradients):
             seen.broken_by_subject.setdefault(originals[part.subject], set()).add(part.layout)
     for cut in raised:
         for number in cut.subjects:
             seen.broken_by_subject.setdefault(originals[number], set()).add(cut.layout)
+
+
+def _beyond_rounding(
+    ground: Ground, parts: Sequence[judge.Held], whole: Trace, start: Tensor, gradients: Field
+) -> list[judge.Held]:
+    """Return the parts that differ by more than rounding does, found by running their wholes anew with moved roundings."""
+    numbers = {part.subject for part in parts}
+    members = [member for member, _ in whole.params if member.subject in numbers]
+    try:
+        return judge.not_rounding(parts, whole, lambda: run.run(ground.way.with_plain_kernels(), members, start, gradients))
+    except Exception:  # a rule that cannot be run with moved roundings: what differs, differs
+        return list(parts)
 
 
 def _pieces(way: Way, cuts: Sequence[Cut], start: Tensor, gradients: Field) -> tuple[list[judge.Held], list[Cut]]:
@@ -194,10 +182,7 @@ def _run_layout(way: Way, cuts: Sequence[Cut], start: Tensor, gradients: Field) 
 def _reach(ground: Ground, seen: Measured, kinds: Sequence[str]) -> None:
     """Disturb one element of each param; its effects stay within it, as params share nothing."""
     plan = plan_of(ground.subjects, kinds)
-    members = [member for member in plan.wholes if not _is_wide(ground, seen, plan, member)]
-    if not members:
-        return
-    start, gradients = run.start(plan), ground.field(plan, STEPS)
+    members, start, gradients = plan.wholes, run.start(plan), ground.field(plan, STEPS)
     calm = run.run(ground.way, members, start, gradients)
     disturbed = run.run(ground.way, members, start, gradients.disturbed([judge.chosen_place(member) for member in members]))
     moved = run.differing(calm.path, disturbed.path).any(0).split([len(member.places) for member in members])
@@ -205,8 +190,3 @@ def _reach(ground: Ground, seen: Measured, kinds: Sequence[str]) -> None:
         number = plan.subjects[member.subject].original
         reached = judge.reach(plan.subjects[member.subject], member, its)
         seen.reach_by_subject[number] = widest([seen.reach_by_subject.get(number, Scope.ELEMENT), reached])
-
-
-def _is_wide(ground: Ground, seen: Measured, plan: Plan, member: Member) -> bool:
-    number = plan.subjects[member.subject].original
-    return seen.scope(number, ground.subjects[number]).width >= Scope.TENSOR.width

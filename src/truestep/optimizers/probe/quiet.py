@@ -22,7 +22,7 @@ _Random = tuple[torch.Tensor, Any, Any]
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Run with seeded generators, float32 and the CPU as defaults, no global hooks, and nothing said; restore all of it after."""
-    before, dtype = randomness(), torch.get_default_dtype()
+    before, dtype, threads = randomness(), torch.get_default_dtype(), torch.get_num_threads()
     with contextlib.ExitStack() as around:
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -34,7 +34,9 @@ def quiet() -> Iterator[None]:
             around.enter_context(torch.device("cpu"))
         around.callback(_restore, before)
         around.callback(torch.set_default_dtype, dtype)
+        around.callback(torch.set_num_threads, threads)
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)  # the same order of sums each time; and threads only get in the way of tensors this small
         around.enter_context(torch.enable_grad())
         yield
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from truestep.optimizers.probe.build import Way
+from truestep.optimizers.probe.build import Way, groups_of
 from truestep.optimizers.probe.plan import KINDS, Member, Plan, Subject, absent_in, scale_of, zero_in
 from truestep.optimizers.probe.quiet import seed
 
@@ -183,6 +183,19 @@ class Stepper:
         closure = self._closed(step) if self._closure else None
         for optimizer in self.optimizers:
             optimizer.step() if closure is None else optimizer.step(closure)
+
+    def rest(self) -> None:
+        """Take a step with zero gradients and learning rates of 0, as torch's state-dict functions do to create state."""
+        groups = groups_of(self.optimizers)
+        rates = [group.get("lr") for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = 0 * rate if rate is not None else rate
+        for _, param in self.params:
+            param.grad = torch.zeros_like(param)
+        for optimizer in self.optimizers:
+            optimizer.step(lambda: torch.zeros(())) if self._closure else optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def set(self, gradient: Tensor, step: int) -> None:
         """Give each param its part of a flat gradient, or none."""

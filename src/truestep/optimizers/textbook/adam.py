@@ -48,9 +48,9 @@ def _adam(theta: Quantity, grad: Quantity, state: State, hyper: Hyper, t: Quanti
     new: NewState = {"step": t, "exp_avg": m, "exp_avg_sq": v}
     if hyper["amsgrad"]:
         v = new["max_exp_avg_sq"] = maximum(state["max_exp_avg_sq"], v)
-    m_hat = m / (1 - beta1**t)
+    alpha_hat = alpha / (1 - beta1**t)  # of the step, as kernels have it, in place of m_hat
     v_hat = v / (1 - beta2**t)
-    return theta - alpha * m_hat / (sqrt(v_hat) + hyper["eps"]), new
+    return theta - alpha_hat * m / (sqrt(v_hat) + hyper["eps"]), new
 
 
 def _adamax_init(param: Tensor, hyper: Hyper) -> NewState:
@@ -78,9 +78,9 @@ def _nadam(theta: Quantity, grad: Quantity, state: State, hyper: Hyper, t: Quant
     product = state["mu_product"] * mu
     m = mix(state["exp_avg"], g, 1 - beta1)
     v = beta2 * state["exp_avg_sq"] + (1 - beta2) * (g * g)
-    m_hat = (1 - mu) / (1 - product) * g + mu_next / (1 - product * mu_next) * m
+    alpha_m_hat = alpha * (1 - mu) / (1 - product) * g + alpha * mu_next / (1 - product * mu_next) * m
     v_hat = v / (1 - beta2**t)
-    theta = theta - alpha * m_hat / (sqrt(v_hat) + hyper["eps"])
+    theta = theta - alpha_m_hat / (sqrt(v_hat) + hyper["eps"])
     return theta, {"step": t, "exp_avg": m, "exp_avg_sq": v, "mu_product": product}
 
 
@@ -94,9 +94,9 @@ def _radam(theta: Quantity, grad: Quantity, state: State, hyper: Hyper, t: Quant
     rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - 2 * t * beta2**t / (1 - beta2**t)
     if rho_inf > RECTIFIED_FROM:  # else no step ever is
-        ell = sqrt(1 - beta2**t) / (sqrt(v) + hyper["eps"])
         r = sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
-        scale = by_sign(rho - RECTIFIED_FROM, below=1.0, at=1.0, above=r * ell)
+        ell = sqrt(1 - beta2**t) / (sqrt(v) + hyper["eps"])
+        scale = by_sign(rho - RECTIFIED_FROM, below=1.0, at=1.0, above=ell * r)
     else:
         scale = 1.0
     return theta - alpha * m_hat * scale, {"step": t, "exp_avg": m, "exp_avg_sq": v}
@@ -149,7 +149,7 @@ RADAM: Final = Rule(
     "L. Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, ICLR 2020, algorithm 2; eps outside the root and "
     "the threshold 5 from torch/optim/radam.py",
     Scope.ELEMENT,
-    30,  # m_hat 9, times alpha 11; ell 14; their product 26, times r 28, times -1 29, added to the param 30
+    29,  # m_hat 9, times alpha 11; ell 14; their product 26, times r 28, added to the param 29
     {**_BETAS, "decoupled_weight_decay": False},
     _moments,
     _radam,

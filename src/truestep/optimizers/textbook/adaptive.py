@@ -65,7 +65,7 @@ ADAGRAD: Final = Rule(
     "J. Duchi, E. Hazan, Y. Singer, Adaptive Subgradient Methods, JMLR 12 (2011), figure 1, diagonal; lr_decay and eps outside "
     "the root from torch/optim/adagrad.py",
     Scope.ELEMENT,
-    18,  # g g 7, times 1 8, the sum 9, sqrt + eps 11; eta g 5, the quotient 17, added to the param 18
+    17,  # the square 7, the sum 8, its root 9, plus eps 10; eta g 5, the quotient 16, added to the param 17
     {
         "lr": 1e-2,
         "lr_decay": 0.0,
@@ -82,7 +82,7 @@ RMSPROP: Final = Rule(
     "T. Tieleman, G. Hinton, Neural Networks for Machine Learning, lecture 6.5, 2012; centered: A. Graves, arXiv:1308.0850, "
     "equations 38 to 45, with eps outside the root as in torch/optim/rmsprop.py",
     Scope.ELEMENT,
-    26,  # the square of grad_avg 15, times -1 and the difference 17, sqrt + eps 19 .. the buffer 24, times lr 26 at most
+    26,  # the square of grad_avg 15, off v 16, root 17, plus eps 18; g over it 22, the buffer 23, times lr 25, added 26
     {
         "lr": 1e-2,
         "alpha": 0.99,

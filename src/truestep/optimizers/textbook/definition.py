@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from truestep.optimizers.textbook.operand import Quantity
+from truestep.optimizers.textbook.operand import Operand, Quantity
 from truestep.words.errors import TrueStepError
 from truestep.words.scope import Scope
 
@@ -70,8 +70,9 @@ def decayed(theta: Quantity, hyper: Hyper) -> Quantity:
     """Return the param after decoupled weight decay, theta - lr lambda theta, where there is any.
 
     (I. Loshchilov, F. Hutter, Decoupled Weight Decay Regularization, ICLR 2019, algorithm 2, line 12.) Written as a sum, it also
-    covers kernels that multiply by 1 - lr lambda.
+    covers kernels that multiply by 1 - lr lambda; where lr is in a tensor, they make that number in the tensor's dtype.
     """
-    if hyper["weight_decay"] and hyper.get("decoupled_weight_decay", False):
-        theta = theta - hyper["lr"] * hyper["weight_decay"] * theta
-    return theta
+    if not hyper["weight_decay"] or not hyper.get("decoupled_weight_decay", True):
+        return theta
+    rate = hyper["lr"] * hyper["weight_decay"]
+    return theta * (1 - rate) if isinstance(rate, Operand) else theta - rate * theta

@@ -91,7 +91,8 @@ def expected(
     if isinstance(rate := group.get("lr"), Tensor):  # init took it for a number; the step takes it for what it is
         hyper["lr"] = Arithmetic.of(rate.dtype, scalar=True).exact(rate.item()) if rate.is_floating_point() else rate.item()
     taken = _steps(old, group, step)
-    t = Arithmetic.of(scalars if _in_tensors(chosen, group) else torch.float64, scalar=True).exact(taken + 1)
+    counting = Arithmetic.of(scalars if _in_tensors(chosen, group) else torch.float64, scalar=True)
+    t = counting.exact(torch.tensor(taken + 1, dtype=torch.float64, device=theta.device))
     new_param, new_state = chosen.step(arithmetic.exact(theta), arithmetic.exact(_real(grad)), before, hyper, t)
     made = {PARAM: _expected(new_param, theta, param.dtype)}
     for key, value in new_state.items():

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from truestep.optimizers.textbook.definition import Hyper, NewState, Rule, State
+from truestep.optimizers.textbook.definition import Hyper, NewState, Rule, State, decayed
 from truestep.optimizers.textbook.operand import (
     Operand,
     Quantity,
@@ -47,7 +47,7 @@ def _adafactor(theta: Quantity, grad: Quantity, state: State, hyper: Hyper, t: Q
     one_minus_beta2 = t ** hyper["beta2_decay"]
     rho = minimum(1 / sqrt(t), lr)
     alpha = maximum(norm(theta) / root_n, eps2) * rho
-    theta = theta - lr * hyper["weight_decay"] * theta if hyper["weight_decay"] else theta
+    theta = decayed(theta, hyper)
     new: NewState = {"step": t}
     if len(shape(g)) < 2:
         v = new["variance"] = mix(state["variance"], g * g, one_minus_beta2)
@@ -77,7 +77,7 @@ def _muon(theta: Quantity, grad: Quantity, state: State, hyper: Hyper, t: Quanti
     lr, mu = hyper["lr"], hyper["momentum"]
     b = mix(state["momentum_buffer"], grad, 1 - mu)
     o = _orthogonalized(mix(grad, b, mu) if hyper["nesterov"] else b, hyper)
-    theta = theta - lr * hyper["weight_decay"] * theta if hyper["weight_decay"] else theta
+    theta = decayed(theta, hyper)
     return theta - lr * _adjustment(hyper["adjust_lr_fn"], *shape(theta)) * o, {"momentum_buffer": b}
 
 
