@@ -170,7 +170,7 @@ STEPS = {
         [0.8],
         {"exp_avg": [1.5], "exp_avg_sq": [7.0]},
     ),
-    # With beta2 = s / 2, s = sqrt(3), the first of the variances is (1 - s / 2) * 4, whose root is s - 1, so the denominator is s.
+    # With beta2 = s / 2, s = sqrt(3): v = (1 - s / 2) * 4, its root s - 1, plus eps s.
     # t = 16: 0.75^8 = 0.1001129150390625; rho_inf = 2 / (1 - s / 2) - 1 = 7 + 4 s = 13.928203230275509;
     # rho = rho_inf - 32 * 0.1001129150390625 / 0.8998870849609375 = 10.368186273938078, above 5;
     # r = sqrt(6.368186273938078 * 8.368186273938078 * rho_inf / (9.928203230275509 * 11.928203230275509 * rho))
@@ -313,7 +313,7 @@ def test_a_step_is_as_worked_out_by_hand(name: str) -> None:
         want = torch.as_tensor(tensor(by_hand), dtype=torch.float64)
         # The numbers by hand are rounded too, each once or twice: the bound of the step's own roundings has room for that.
         bound = bounded.bound if bool(bounded.bound.isfinite().all()) else torch.full_like(want, 2.0**-48)
-        assert bool(((torch.as_tensor(found) - want).abs() <= bound).all()), (found, want)
+        assert bool(((torch.as_tensor(found, dtype=torch.float64) - want).abs() <= bound).all()), (found, want)
         assert bool(((bounded.value - want).abs() <= bound).all())
 
 

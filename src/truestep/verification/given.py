@@ -76,7 +76,9 @@ def join(timeout: float, world_size: int, default: int) -> int:
     _patiently(lambda: ranks.join_launched(max(JOIN_S, 2 * timeout)))
     count = ranks.count()
     if world_size not in (count, default):
-        raise UnsupportedError(f"expected the {count} ranks that the launcher gives, found world_size {world_size}. Leave it out.")
+        raise UnsupportedError(
+            f"expected the {count} ranks that the launcher gives, found world_size {world_size}. Leave it out."
+        )
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         raise UnsupportedError(
             f"expected all ranks on one machine, found {os.environ['LOCAL_WORLD_SIZE']} of {count} on this one. "

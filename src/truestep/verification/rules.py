@@ -16,7 +16,7 @@ from truestep.words.scope import Scope
 
 
 def has_rule(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the textbook has an element-wise rule for this optimizer: then its operand bound judges, else sensitivity."""
+    """Return whether the textbook has an element-wise rule for this optimizer: then its operand bound judges."""
     rule = textbook.rule_of(optimizer)
     return rule is not None and rule.scope is Scope.ELEMENT
 
@@ -57,7 +57,9 @@ def _judged(slot_id: SlotId, value: Any, expected: Expected) -> Judgement:
     found = torch.as_tensor(value)
     found = torch.view_as_real(found) if found.is_complex() else found
     if found.shape != expected.value.shape:
-        return Judgement(slot_id, "differs", float("inf"), why=f"shape {tuple(found.shape)}, expected {tuple(expected.value.shape)}")
+        return Judgement(
+            slot_id, "differs", float("inf"), why=f"shape {tuple(found.shape)}, expected {tuple(expected.value.shape)}"
+        )
     ratio = worst(found, expected).ratio
     distance = float((found.double() - expected.value).norm())
     return Judgement(slot_id, "within" if ratio <= 1 else "differs", ratio, distance)

@@ -16,6 +16,7 @@ from truestep.optimizers.replica import replica
 from truestep.proof.update import ZERO_GRADIENT, Judgement, judge, sensitivity
 from truestep.state.digest import bitwise_equal
 from truestep.state.view import SlotId, slots_of
+from truestep.verification import rules
 from truestep.verification.sheet import Sheet
 from truestep.verification.whole import Wholes
 from truestep.words.finding import SHOWN_AT_MOST, Finding
@@ -101,6 +102,7 @@ class UpdateJudge:
         rough = {slot_id for slot_id, judged in verdicts.items() if judged.verdict == "differs"}
         if rough:
             verdicts.update(self._by_sensitivity(update, found, old, absent, rough))
+            verdicts.update(self._by_rule(update, found, rough))
         self._report(sheet, update, expected, found, [verdicts[slot_id] for slot_id in self._ordered(verdicts)])
 
     # -- the reference's step
@@ -171,6 +173,21 @@ class UpdateJudge:
         moves = sensitivity(lambda: self._stepped(update, plain_kernels=True), unmoved=plain)
         judged = judge(found, plain, old=old, moves=moves, without_gradient=absent)
         return {judgement.slot: judgement for judgement in judged if judgement.slot in rough}
+
+    def _by_rule(self, update: Update, found: Mapping[SlotId, Any], rough: set[SlotId]) -> dict[SlotId, Judgement]:
+        """Judge again, by the operand bound, what is not bitwise of params whose optimizer has an element-wise rule."""
+        judged: list[Judgement] = []
+        for label, optimizer in self._optimizers:
+            if not rules.has_rule(optimizer):
+                continue
+            for group_name, group in zip(slots.group_names(optimizer), optimizer.param_groups, strict=True):
+                used = {**group, **_entries(update.groups, group_slot(labelled(label, group_name)), group)}
+                for name in (self._name_by_id[id(param)] for param in group["params"]):
+                    gradient = update.gradients.get(name)
+                    if gradient is not None and any(owner == name for owner, _ in rough):
+                        old = {**nested(update.start.of_param(name)), "param": self._old(update, name)}
+                        judged += rules.by_rule(optimizer, used, name, old, gradient, found, rough)
+        return {judgement.slot: judgement for judgement in judged}
 
     def _report(
         self,

@@ -1,0 +1,142 @@
+"""Checks of params of every shape that shards have: none, empty, of strides of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from torch import Tensor
+
+from truestep.optimizers.conformance.compare import demand_same
+from truestep.optimizers.conformance.reference import SMALL, Textbook, demand_agreement, walked
+from truestep.optimizers.conformance.subject import PARAM, Bench, Case, Failed, NotApplicable, Problem, Slots, Subject, gradients, start
+from truestep.optimizers.probe.build import arguments
+
+STEPS: Final = 3
+Lay: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def zero_size(case: Case) -> str:
+    """Params without elements are held beside others, which do not notice."""
+    subject = case.subject
+    values = start(subject.shapes)
+    empty = _empties(subject)
+
+    def without() -> Slots:
+        return subject.bench(values).run(0, STEPS).state()
+
+    beside = subject.bench({**empty, **values}).run(0, STEPS).state()
+    theirs = {slot_id: value for slot_id, value in beside.items() if slot_id[0] in values}
+    again = without if subject.coupled else None
+    return demand_same(theirs, without(), "the same as without a param of no elements", again=again)
+
+
+def empty_shard(case: Case) -> str:
+    """A rank whose shards are all empty steps like the others."""
+    subject = case.subject
+    bench = subject.bench(_empties(subject)).run(0, STEPS)
+    bench.slots()
+    bench.load(subject.bench(_empties(subject)).run(0, 1).state_dicts()).run(0, 1)
+    return f"{len(bench.params)} empty params step, and load"
+
+
+def _empties(subject: Subject) -> dict[str, Tensor]:
+    """Return empty params: of each number of dims that it takes, none along the first."""
+    shapes = {len(shape): shape for shape in subject.shapes.values() if shape}
+    if not shapes:
+        raise NotApplicable("it takes 0-d params only")
+    return start({f"empty.{ndim}d": (0, *shape[1:]) for ndim, shape in shapes.items()})
+
+
+def zero_dim(case: Case) -> str:
+    """Params of no dims train."""
+    subject = case.subject
+    if 0 in subject.refused:
+        raise NotApplicable(f"it refuses them{subject.why_not(0)}")
+    value = start({"gain": ()})
+    bench = subject.bench(value).run(0, STEPS)
+    after = bench.params["gain"].detach()
+    if after.shape != () or not bool(after.isfinite()) or bool(after == value["gain"]):
+        found = f"{float(after):g} of shape {tuple(after.shape)}" if after.numel() == 1 else f"shape {tuple(after.shape)}"
+        raise Failed(Problem("a 0-d param that trains", f"{found} after {STEPS} steps", "gain", PARAM))
+    return f"trains over {STEPS} steps"
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """Return the same values, the last two dims exchanged in memory."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+# Of a param and of its gradient.
+_LAYS: Final[Mapping[str, tuple[Lay, Lay]]] = {
+    "a param of other strides": (_strided, _as_is),
+    "a gradient of other strides": (_as_is, _strided),
+    "both of other strides": (_strided, _strided),
+}
+
+
+def non_contiguous(case: Case) -> str:
+    """Strides of params and gradients do not matter."""
+    subject = case.subject
+    values = start(_matrices(subject))
+    told = ""
+    for what, lays in _LAYS.items():
+        mine = _laid(subject, values, lays).state()
+        told = demand_same(
+            mine,
+            _laid(subject, values, (_as_is, _as_is)).state(),
+            f"the same as contiguous, with {what}",
+            again=lambda: _laid(subject, values, (_as_is, _as_is)).state(),
+            fix="Update element by element, not by flat memory.",
+        )
+    return told
+
+
+def _laid(subject: Subject, values: Mapping[str, Tensor], lays: tuple[Lay, Lay]) -> Bench:
+    bench = subject.bench({name: lays[0](value) for name, value in values.items()})
+    for step in range(STEPS):
+        bench.step({name: lays[1](gradient) for name, gradient in gradients(values, step).items()})
+    return bench
+
+
+def fused_strides(case: Case) -> str:
+    """The fused kernel heeds strides: FSDP and channels_last hand it params and gradients that differ in theirs."""
+    subject, reference = case.subject, case.reference
+    accepted = arguments(subject.target)
+    if accepted is None or "fused" not in accepted:
+        raise NotApplicable("it has no fused kernel")
+    values = start(_matrices(subject), size=SMALL)
+    told = ""
+    for what, lays in _LAYS.items():
+        laid = {name: lays[0](value) for name, value in values.items()}
+        try:
+            bench = subject.bench(laid, fused=True)
+            bench.step({name: lays[1](gradient) for name, gradient in gradients(values, 0).items()})
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise NotApplicable(f"its fused kernel is refused: {str(error).splitlines()[0]}") from error
+        fix = "Hand it gradients of the param's strides, or use foreach=True."
+        if isinstance(reference, Textbook):
+            again = subject.bench(laid, fused=True)
+            walk = walked(again, STEPS, given=lambda step, lay=lays[1]: {n: lay(g) for n, g in gradients(values, step).items()})  # type: ignore[misc]
+            told = demand_agreement(reference, walk, f"the update, with {what},", fix)
+        else:
+            told = _demand_plain(subject, values, bench, what, fix)
+    return told
+
+
+def _demand_plain(subject: Subject, values: Mapping[str, Tensor], bench: Bench, what: str, fix: str) -> str:
+    def plain() -> Slots:
+        return subject.bench(values, fused=False).run(0, 1).state()
+
+    return demand_same(bench.state(), plain(), f"the update of the plain kernel, with {what}", again=plain, fix=fix)
+
+
+def _matrices(subject: Subject) -> dict[str, tuple[int, ...]]:
+    shapes = {name: shape for name, shape in subject.shapes.items() if len(shape) > 1 and min(shape[-2:]) > 1}
+    if not shapes:
+        raise NotApplicable("it takes no params of two dims")
+    return shapes
