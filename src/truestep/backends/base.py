@@ -210,11 +210,18 @@ def row(name: str) -> Row:
     found = BACKENDS[name]
     needed = [found.vendor, "deepspeed" if "zero" in name else None]
     for vendor in needed:
-        if vendor and importlib.util.find_spec(vendor) is None:
+        if vendor and not _is_there(vendor):
             raise UnsupportedError(
                 f"backend {name!r} needs {vendor}, which is not installed. Run: pip install 'truestep[{vendor}]'."
             )
     return found
+
+
+def _is_there(vendor: str) -> bool:
+    try:
+        return importlib.util.find_spec(vendor) is not None
+    except ImportError:  # of what stands in for it, or keeps it out
+        return False
 
 
 def wrap(name: str, model: Any, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any], settings: Settings) -> Session:

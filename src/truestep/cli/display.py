@@ -100,6 +100,9 @@ def print_report(report: Report) -> None:
     for cell in report.cells:
         if cell.first is not None:
             print_finding(console, cell)
+    warned = dict.fromkeys(str(finding) for cell in report.cells for finding in cell.findings if finding.severity == "warning")
+    for text in warned:
+        console.print(Text(f"warning: {text}", style="yellow"))
     count_by_verdict = Counter(cell.verdict for cell in report.cells)
     counts = ", ".join(f"{count_by_verdict[verdict]} {verdict}" for verdict in EXIT_STATUS if count_by_verdict[verdict])
     console.print(Text.assemble("verdict: ", (report.verdict, STYLES[report.verdict]), f" (cells: {counts or 'none'})"))

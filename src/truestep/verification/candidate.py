@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect as signatures
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from truestep.backends import base, slots
 from truestep.backends.base import Session, Settings
 from truestep.state import ranks
-from truestep.verification import link, planted, worker
+from truestep.verification import link, made, planted, worker
 from truestep.verification.cell import CellPlan, seed_everything
 from truestep.verification.loop import Loop, measured_reduction, own_items, window_weights
 from truestep.verification.recipe import Recipe, load
@@ -39,10 +39,13 @@ def run(plan: CellPlan, where: link.Address) -> None:
 
 def _train(plan: CellPlan, connection: Connection, clean_up: ExitStack) -> None:
     recipe = load(plan.recipe)
+    clean_up.enter_context(recipe.importable())
     rank, count = (0, 1) if plan.backend == "single" else (ranks.here(), ranks.count())
     faults = planted.chosen(plan.faults, plan.backend, plan.micro_batches, recipe.train_step is None, count)
     seed_everything(plan.seed)
-    model = recipe.model()
+    model = made.model_of(recipe)
+    prints = made.prints_of(model)
+    made.need_one_model(ranks.gather(prints) if count > 1 else [prints])
     batches = _Batches(recipe, rank, count, plan.micro_batches)
     settings = _settings(plan, recipe, model, batches.window(1), faults)
     reduction = recipe.reduction or measured_reduction(recipe, model, batches.window(1)[0])
@@ -56,10 +59,11 @@ def _train(plan: CellPlan, connection: Connection, clean_up: ExitStack) -> None:
     clean_up.callback(recorder.close)
     planted.act("tamper", faults, session, count, plan.micro_batches)
     if recipe.train_step is None:
+        made.need_no_closure(session.optimizers)
         run_step = _own_step(recipe, recorder, session, scheduler, plan, count, reduction)
     else:
-        run_step = _their_step(recipe, recorder, session, scheduler, clean_up)
-    link.send(connection, {"rank": rank, "warnings": session.warnings(), "settings": _about(session)})
+        run_step = _their_step(recipe, recorder, session, scheduler, plan.device, clean_up)
+    link.send(connection, {"rank": rank, "warnings": session.warnings(), "settings": _about(session), "model": prints})
     for step in range(1, plan.steps + 1):
         window = batches.window(step)
         with recorder.step(step, rank, copy.deepcopy(window)) as record:
@@ -110,7 +114,12 @@ class _Batches:
     """This rank's micro-batches, a window at a time."""
 
     def __init__(self, recipe: Recipe, rank: int, count: int, micro_batches: int) -> None:
-        self._iterator: Iterator[Any] = iter(recipe.batches(rank, count))
+        batches = recipe.batches(rank, count)
+        if not isinstance(batches, Iterable):
+            found = type(batches).__name__
+            raise VerifyError(f"recipe {recipe.name!r}: expected batches(dp_rank, dp_size) to return an iterable, found {found}.")
+        self._iterator: Iterator[Any] = iter(batches)
+        self._rank = rank
         self._micro_batches = micro_batches
         self._windows: dict[int, list[Any]] = {}
 
@@ -125,8 +134,8 @@ class _Batches:
             return next(self._iterator)
         except StopIteration:
             raise VerifyError(
-                f"the recipe's batches ended in step {step}: a run needs {self._micro_batches} a step on every rank. "
-                "Give fewer --steps, or yield more batches."
+                f"the recipe's batches ended in step {step} on rank {self._rank}: expected {self._micro_batches} a step on every "
+                "rank. Give fewer --steps, or yield more batches."
             ) from None
 
 
@@ -141,7 +150,7 @@ def unused_params(recipe: Recipe, model: Any, window: list[Any]) -> tuple[str, .
     buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
     missing: set[str] = set()
     for batch in copy.deepcopy(window):
-        loss = recipe.loss(model, batch)
+        loss = made.loss_of(recipe, model, batch)
         gradients = torch.autograd.grad(loss, [param for _, param in params], allow_unused=True)
         missing |= {name for (name, _), gradient in zip(params, gradients, strict=True) if gradient is None}
     with torch.no_grad():
@@ -172,11 +181,12 @@ def _own_step(
 
 
 def _their_step(
-    recipe: Recipe, recorder: Recorder, session: Session, scheduler: Any, clean_up: ExitStack
+    recipe: Recipe, recorder: Recorder, session: Session, scheduler: Any, device: str, clean_up: ExitStack
 ) -> Callable[[list[Any]], float | None]:
     clean_up.enter_context(_patched_loss(recipe, recorder))
     train_step = recipe.train_step
-    offered = {"scheduler": scheduler, **session.extras}
+    # A scaler that is switched off hands losses and steps on as they are: verify runs no fp16 that would need one.
+    offered = {"scheduler": scheduler, "scaler": torch.amp.GradScaler(device, enabled=False), **session.extras}
     wanted = list(signatures.signature(train_step).parameters)[3:] if train_step else []
     unknown = [name for name in wanted if name not in offered]
     if unknown:

@@ -29,17 +29,11 @@ _FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) i
 TOLD_CHARACTERS: Final = 200
 
 # What runs a task: its frames around the task say nothing.
-_AROUND: Final = (
-    "runpy>",
-    "/threading.py",
-    "/pytest_truestep.py",
-    "/truestep/verification/worker.py",
-    "/truestep/verification/template.py",
-    "/truestep/verification/given.py",
-)
+_AROUND: Final = ("runpy>", "/threading.py", "/pytest_truestep.py")
 _LINK: Final = "/truestep/verification/link.py"
 _CONNECTION_LOST: Final = ("onnection reset by peer", "onnection closed by peer")  # as gloo says it
-_AROUND_FOLDERS: Final = ("/_pytest/", "/pluggy/")
+_AROUND_FOLDERS: Final = ("/_pytest/", "/pluggy/", "/truestep/verification/", "/truestep/backends/")
+_RECIPES: Final = "/truestep/verification/recipes/"
 
 
 @dataclass(frozen=True)
@@ -202,5 +196,9 @@ def _frames(dump: str, thread: int) -> list[dict[str, str]]:
         elif frame:
             current.insert(0, frame.groupdict())
     frames = stacks.get(thread, [])
-    around = (frame["file"].endswith(_AROUND) or any(folder in frame["file"] for folder in _AROUND_FOLDERS) for frame in frames)
-    return frames[next((index for index, is_around in enumerate(around) if not is_around), len(frames)) :]
+    first = next((index for index, frame in enumerate(frames) if not _is_around(frame["file"])), None)
+    return frames if first is None or any(frame["file"].endswith(_LINK) for frame in frames[:first]) else frames[first:]
+
+
+def _is_around(file: str) -> bool:
+    return file.endswith(_AROUND) or (any(folder in file for folder in _AROUND_FOLDERS) and _RECIPES not in file)

@@ -139,7 +139,8 @@ def run(plan: CellPlan, timeout: float, hear: Hear) -> dict[str, Any]:
             link.discard(where)
     if isinstance(outcome, TrueStepError):
         raise outcome
-    return outcome
+    told: dict[str, Any] = outcome
+    return told
 
 
 def _started(board: ranks.Board) -> link.Address | TrueStepError:
@@ -369,6 +370,6 @@ def part(status: int) -> int:
 
 
 def end(status: int) -> NoReturn:
-    """End this process and what it started, without its exit handlers: those of process groups wait for ranks that may be gone."""
+    """End this process and what it started; without exit handlers: those of process groups wait for ranks that may be gone."""
     launch.pool().close()
     os._exit(status)

@@ -30,7 +30,7 @@ from typing import Any, Final, TypeAlias
 from truestep.verification.failure import Fate, failure
 from truestep.verification.members import END_S, START_S, Member, Template
 from truestep.verification.worker import Done, Order, Port, Raised, Report
-from truestep.words.errors import VerifyError
+from truestep.words.errors import TrueStepError, VerifyError
 
 TIMEOUT_S: Final = 300.0  # without a sign of life
 GRACE_S: Final = 2.0  # for the others, when one has failed
@@ -276,6 +276,8 @@ class Pool:
 def _order(task: str, args: Sequence[Any]) -> Order:
     try:
         data = pickle.dumps(tuple(args))
+    except TrueStepError:
+        raise  # it says what is wrong
     except Exception as error:
         raise VerifyError(f"the arguments of {task} cannot be pickled: {error}. Pass plain data.") from error
     path = tuple(os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path)

@@ -6,21 +6,18 @@ process does so by itself, and the user's functions never travel.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from truestep.verification.importing import failed, on_path, reference, resolve
 from truestep.verification.recipes import BUILT_IN
 from truestep.words.errors import TrueStepError, UnsupportedError, VerifyError
 
@@ -51,7 +48,6 @@ _VALUES: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     "reduction": ("'mean', 'sum' or None", lambda value: value in ("mean", "sum", None)),
     "deepspeed_config": ("a mapping", lambda value: isinstance(value, Mapping)),
 }
-_PRIVATE: Final = "_truestep_recipe_"
 _EXPECTED: Final = f"a built-in recipe ({', '.join(BUILT_IN)}), a .py file, FILE.py:OBJECT, MODULE or MODULE:OBJECT"
 
 
@@ -103,6 +99,12 @@ class Recipe:
                 "name, found an object that no module holds. Bind it to a name at the top level of its file, or give the file."
             )
         return load, (self.spec,)
+
+    @contextmanager
+    def importable(self) -> Iterator[None]:
+        """Keep what lies beside it importable: for the imports that its functions make when they run."""
+        with on_path(Path(self.source).parent if self.source.endswith(".py") else Path.cwd()):
+            yield
 
     @property
     def asks_for(self) -> tuple[str, ...]:
@@ -172,8 +174,7 @@ def optimizer_factory(name: str) -> MakeOptimizer:
         known = [value.__name__ for value in classes.values()]
         _, made, _ = resolve(name, "optimizer", expected, known, UnsupportedError)
     if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
-        optimizer_class: Callable[..., Any] = made
-        return lambda named_params: optimizer_class([param for _, param in named_params])
+        return _of_class(name, made)
     if not callable(made) or (complaint := _misfit(made, ("named_params",))):
         found = complaint if callable(made) else f"a {type(made).__name__}"
         raise UnsupportedError(f"optimizer {name!r}: expected an Optimizer class or a function of named_params, found {found}.")
@@ -181,61 +182,18 @@ def optimizer_factory(name: str) -> MakeOptimizer:
     return make
 
 
-def resolve(
-    text: str, what: str, expected: str, known: Iterable[str], error_class: type[TrueStepError]
-) -> tuple[ModuleType, Any, str]:
-    """Import what ``FILE.py``, ``FILE.py:OBJECT``, ``MODULE`` or ``MODULE:OBJECT`` names.
+def _of_class(name: str, optimizer_class: Callable[..., Any]) -> MakeOptimizer:
+    def make(named_params: NamedParams) -> Any:
+        params = [param for _, param in named_params]
+        try:
+            return optimizer_class(params)
+        except Exception as error:
+            raise UnsupportedError(
+                f"optimizer {name!r} cannot be made of these params with its default settings: {error}. Choose another, or write "
+                "an optimizer(named_params) that gives it what it takes."
+            ) from error
 
-    Args:
-        text: The reference.
-        what: What it is to be, for messages.
-        expected: What may be given, for messages.
-        known: Names that could have been meant.
-        error_class: Raised if it is not there or fails to import.
-
-    Returns:
-        The module, the object (the module itself if none is named), and the text with its path made absolute.
-    """
-    where, colon, attribute = text.rpartition(":")
-    if not colon or not all(part.isidentifier() for part in attribute.split(".")):
-        where, attribute = text, ""
-    if where.endswith(".py") or "/" in where or os.sep in where:
-        path = Path(where).expanduser().resolve()
-        if not path.is_file():
-            raise error_class(f"{what} {text!r}: there is no file {path}. Expected {expected}.")
-        module, again = _import_file(path, what, error_class), str(path)
-    else:
-        module, again = _import_module(where, text, what, expected, known, error_class), where
-    found: Any = module
-    for part in filter(None, attribute.split(".")):
-        if not hasattr(found, part):
-            near = _meant(part, vars(module))
-            raise error_class(f"{what} {text!r}: {where} has no {attribute!r}.{near} Expected {expected}.")
-        found = getattr(found, part)
-    return module, found, f"{again}:{attribute}" if attribute else again
-
-
-def reference(target: object) -> str:
-    """Return the text by which another process loads an object: ``FILE.py[:NAME]`` or ``MODULE[:NAME]``, empty if none does."""
-    if isinstance(target, ModuleType):
-        return _module_reference(target)
-    own = getattr(target, "__module__", None)
-    holders = [sys.modules.get(name) for name in (own, "__main__") if name] + list(sys.modules.values())
-    for module in holders:
-        if not isinstance(module, ModuleType):
-            continue
-        name = next((name for name, value in list(vars(module).items()) if value is target), None)
-        if name and (where := _module_reference(module)):
-            return f"{where}:{name}"
-    return ""
-
-
-def _module_reference(module: ModuleType) -> str:
-    # A file outside a package is loaded again by its path: a rank process may not find its folder, and __main__ has no name.
-    path = Path(getattr(module, "__file__", None) or "")
-    if path.suffix == ".py" and not (path.parent / "__init__.py").is_file():
-        return str(path.resolve())
-    return "" if module.__name__ in ("__main__", "__mp_main__") else module.__name__
+    return make
 
 
 def _sized(built_in: str, settings: str) -> Recipe:
@@ -249,63 +207,6 @@ def _sized(built_in: str, settings: str) -> Recipe:
         values[key] = int(value)
     recipe: Recipe = module.sized(**values)
     return replace(recipe, module=module)
-
-
-def _import_file(path: Path, what: str, error_class: type[TrueStepError]) -> ModuleType:
-    name = _PRIVATE + blake2b(os.fsencode(path), digest_size=8).hexdigest()
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise error_class(f"{what} {path} is no Python file. Give a .py file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # Before it runs: dataclasses and pickle look a class's module up there.
-    try:
-        with _on_path(path.parent):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise error_class(_failed(f"{what} {path} cannot be imported", error, path.parent)) from error
-    return module
-
-
-def _import_module(
-    name: str, text: str, what: str, expected: str, known: Iterable[str], error_class: type[TrueStepError]
-) -> ModuleType:
-    absent = f"there is no {what} {text!r}.{_meant(text, known)} Expected {expected}."
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise error_class(absent)
-    try:
-        with _on_path(Path.cwd()):
-            return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise error_class(absent) from error
-        raise error_class(_failed(f"{what} {name} cannot be imported", error, Path.cwd())) from error
-
-
-def _failed(what: str, error: BaseException, folder: Path) -> str:
-    """Return one sentence: what failed, the error, and the innermost line of the code in `folder` that led to it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    own = [frame for frame in frames if folder in Path(frame.filename).parents] or frames
-    file, line, said = (own[-1].filename, own[-1].lineno, str(error)) if own else ("", None, str(error))
-    if isinstance(error, SyntaxError) and error.filename:
-        file, line, said = error.filename, error.lineno, error.msg
-    return f"{what}: {type(error).__name__}: {said} ({file}, line {line}). Mend it, or give another."
-
-
-@contextmanager
-def _on_path(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        if str(folder) in sys.path:  # The user's code may have changed the list.
-            sys.path.remove(str(folder))
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    by_lower = {key.lower(): key for key in sorted(known, reverse=True)}  # Of `AdamW` and `adamw` the first.
-    near = difflib.get_close_matches(name.lower(), by_lower, n=5, cutoff=0.6)
-    return f" Did you mean {' or '.join(by_lower[key] for key in near)}?" if near else ""
 
 
 def _recipe(found: Any, module: ModuleType | None, spec: str) -> Recipe:
@@ -331,7 +232,7 @@ def _call(make: Callable[[], Any], name: str) -> Any:
     except TrueStepError:
         raise
     except Exception as error:
-        raise VerifyError(_failed(f"recipe {name!r} cannot be made", error, Path.cwd())) from error
+        raise VerifyError(failed(f"recipe {name!r} cannot be made", error, Path.cwd())) from error
 
 
 def _checked(recipe: Recipe) -> Recipe:

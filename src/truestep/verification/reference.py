@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from truestep.backends.base import Identity
 from truestep.proof.identity import identity_findings
 from truestep.state.digest import bitwise_equal
 from truestep.state.view import StateView
-from truestep.verification import backwards, clipping, gradients, link, updates, whole, worker
+from truestep.verification import backwards, clipping, gradients, link, made, updates, whole, worker
 from truestep.verification.cell import CellPlan, seed_everything
 from truestep.verification.loop import measured_reduction, window_weights
 from truestep.verification.one_process import FreeRun, OneModel
@@ -44,10 +45,15 @@ def _serve(plan: CellPlan, where: link.Address) -> dict[str, Any]:
     with link.listen(where) as listener:
         connections = [listener.accept() for _ in range(plan.world_size)]
     by_rank = sorted(((link.receive(connection), connection) for connection in connections), key=lambda pair: pair[0]["rank"])
-    hello = by_rank[0][0]
     recipe = load(plan.recipe)
+    with recipe.importable():
+        return _judged(plan, recipe, by_rank)
+
+
+def _judged(plan: CellPlan, recipe: Recipe, by_rank: Sequence[tuple[dict[str, Any], Connection]]) -> dict[str, Any]:
+    hello = by_rank[0][0]
     reference = Reference(plan, recipe)
-    for finding in hello["warnings"]:
+    for finding in [*hello["warnings"], *made.differing_models(reference.prints, [each["model"] for each, _ in by_rank])]:
         reference.sheet.add(finding)
     for step in range(1, plan.steps + 1):
         reference.step(step, [link.receive(connection) for _, connection in by_rank])
@@ -75,7 +81,8 @@ class Reference:
         self._plan = plan
         self._recipe = recipe
         seed_everything(plan.seed)
-        self._one = OneModel(recipe, recipe.model())
+        self._one = OneModel(recipe, made.model_of(recipe))
+        self.prints = made.prints_of(self._one.model)
         make = recipe.reference_optimizer or recipe.optimizer_named(plan.optimizer)
         optimizer = make(list(self._one.trainable.items()))
         self._scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
@@ -100,6 +107,8 @@ class Reference:
             self._judge(records, weights)
         if self._scheduler is not None:
             self._scheduler.step()
+        if not all(map(math.isfinite, _losses(records))):
+            self.sheet.not_checked("forward", "a loss is not finite: from here on NaN and infinity are compared with themselves")
         self.losses.append(_loss(records, weights))
         self.free_losses.append(self._free.step(records, weights))
 
@@ -198,6 +207,12 @@ class Reference:
                 self.sheet.add(_moved_frozen(name), "update")
             elif master is not None or name not in self._one.trainable:
                 self.sheet.bitwise("update")
+
+
+def _losses(records: Sequence[StepRecord]) -> list[float]:
+    """Return every loss that the loop saw, or returned."""
+    seen = [float(each.loss) for record in records for each in record.micro_batches if each.loss is not None]
+    return seen + [record.loss for record in records if record.loss is not None]
 
 
 def _loss(records: Sequence[StepRecord], weights: Sequence[Sequence[float]]) -> float:

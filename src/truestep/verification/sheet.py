@@ -33,7 +33,7 @@ class Sheet:
 
     def add(self, finding: Finding, phase: str | None = None) -> None:
         """Keep a finding, at this step and phase."""
-        placed = replace(finding, step=finding.step or self.step, phase=finding.phase or phase)
+        placed = replace(finding, step=finding.step or self.step or None, phase=finding.phase or phase)
         alike = [old for old in self.findings if old.code == placed.code and old.step == placed.step]
         if len(alike) < SHOWN_AT_MOST:
             self.findings.append(placed)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from truestep.verification import launch, link
 from truestep.verification.cell import CellPlan
 from truestep.verification.report import Cell, Event, Report
-from truestep.words.errors import UnsupportedError
+from truestep.words.errors import UnsupportedError, VerifyError
 
 CANDIDATE = "truestep.verification.candidate:run"
 REFERENCE = "truestep.verification.reference:serve"
@@ -66,6 +66,7 @@ def verify(
     """
     from truestep.state import ranks
 
+    _need_outermost()
     given = _given(timeout, world_size) if ranks.launched() else None
     with _together("plan the cells", timeout) if given else nullcontext():
         plans = planned(
@@ -83,6 +84,16 @@ def verify(
     tell = progress if progress and ranks.here() == 0 else lambda event: None
     cells = [_run(plan, place, len(plans), tuple(allow), timeout, tell, given is not None) for place, plan in enumerate(plans)]
     return Report(cells, versions())
+
+
+def _need_outermost() -> None:
+    from truestep.verification.importing import being_loaded
+
+    if (path := being_loaded()) is not None:
+        raise VerifyError(
+            f"expected {path} to define a recipe, found that it calls truestep.verify when it is imported, as every rank process "
+            "does. Put the call under: if __name__ == '__main__':"
+        )
 
 
 def _given(timeout: float, world_size: int) -> int:
@@ -131,8 +142,8 @@ def planned(
     _positive(world_size=world_size, steps=steps, micro_batches=min(micro_batches, default=0))
     for name in backends:
         base.row(name)
-    for name in optimizers:
-        loaded.optimizer_named(name)
+    for named in optimizers:
+        loaded.optimizer_named(named)
     for name, count in itertools.product(backends, micro_batches):
         planted.chosen(faults, name, count, loaded.train_step is None, world_size)
     return [

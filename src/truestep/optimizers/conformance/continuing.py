@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from truestep.optimizers.conformance.compare import demand_same
-from truestep.optimizers.conformance.subject import Bench, Case, Failed, NotApplicable, Problem, Slots
+from truestep.optimizers.conformance.subject import Bench, Case, Failed, NotApplicable, Problem, Slots, Subject, dtypes
+from truestep.state.digest import bitwise_equal
 
-BEFORE, AFTER: Final = 5, 9  # steps before the run goes on elsewhere, and in all
+BEFORE: Final = 5  # steps before the run goes on elsewhere
+AFTER: Final = 9  # steps in all
 _FIX: Final = "Keep all state in optimizer.state and param_groups, and load each entry as it was saved."
 
 
@@ -28,10 +30,10 @@ def loaded(case: Case) -> str:
 def loaded_over(case: Case) -> str:
     """Loading replaces the state that was there."""
     subject = case.subject
-    saved = subject.bench().run(0, BEFORE)
-    used = subject.bench().run(AFTER, AFTER + 2)
+    saved = subject.bench().run(0, case.subject.short(BEFORE))
+    used = subject.bench().run(AFTER, AFTER + 1)
     _resume(used, saved, copy.deepcopy)
-    return demand_same(used.slots(), subject.bench().run(0, AFTER).slots(), "nothing of the state before the load", fix=_FIX)
+    return demand_same(used.slots(), subject.bench().run(0, case.subject.short(AFTER)).slots(), "nothing of the state before the load", fix=_FIX)
 
 
 def pickled(case: Case) -> str:
@@ -49,7 +51,7 @@ def through_cpu(case: Case) -> str:
 def weights_only(case: Case) -> str:
     """What is saved can be read by `torch.load` as it is by default."""
     buffer = io.BytesIO()
-    torch.save(case.subject.bench().run(0, BEFORE).state_dicts(), buffer)
+    torch.save(case.subject.bench().run(0, case.subject.short(BEFORE)).state_dicts(), buffer)
     buffer.seek(0)
     try:
         torch.load(buffer)
@@ -64,17 +66,17 @@ def weights_only(case: Case) -> str:
 def copied(case: Case) -> str:
     """A deep copy of params and optimizer goes on as the original does."""
     subject = case.subject
-    original = subject.bench().run(0, BEFORE)
+    original = subject.bench().run(0, case.subject.short(BEFORE))
     optimizers, params = copy.deepcopy((original.optimizers, original.params))
     twin = copy.copy(original)
     twin.optimizers, twin.params = optimizers, params
-    twin.run(BEFORE, AFTER)
-    original.run(BEFORE, AFTER)
+    twin.run(*_rest(case.subject))
+    original.run(*_rest(case.subject))
     return demand_same(twin.slots(), original.slots(), "what the original has", fix="Keep state where Optimizer.__getstate__ finds it.")
 
 
 def keeps_dtype(case: Case) -> str:
-    """Loading keeps each state's dtype and value."""
+    """Loading keeps each state's dtype."""
     return _kept(case, torch.float32)
 
 
@@ -85,38 +87,53 @@ def keeps_dtype_16(case: Case) -> str:
 
 def _kept(case: Case, dtype: torch.dtype) -> str:
     try:
-        saved = case.subject.bench(dtype=dtype).run(0, BEFORE)
+        saved = case.subject.bench(dtype=dtype).run(0, case.subject.short(BEFORE))
     except Exception as error:
         if dtype == torch.float32:
             raise
         raise NotApplicable(f"it refuses {dtype}: {str(error).splitlines()[0]}") from error
-    other = case.subject.bench(dtype=dtype).put(saved.values()).load(copy.deepcopy(saved.state_dicts()))
-    return demand_same(other.slots(), saved.slots(), "the entry that was saved", fix="Cast nothing in load_state_dict.")
+    other = case.subject.bench(dtype=dtype).load(copy.deepcopy(saved.state_dicts()))
+    before, after = (dtypes(bench.slots()) for bench in (saved, other))
+    if cast := [slot_id for slot_id, its in before.items() if after.get(slot_id, its) != its]:
+        raise Failed(
+            *(
+                Problem(f"{before[one]}, as it was saved", str(after[one]), one[0], one[1], fix="Cast nothing in load_state_dict.")
+                for one in cast
+            )
+        )
+    return f"{len(before)} tensors"
 
 
 def loaded_apart(case: Case) -> str:
     """What was loaded is not changed by the steps that follow."""
-    saved = case.subject.bench().run(0, BEFORE)
+    saved = case.subject.bench().run(0, case.subject.short(BEFORE))
     before = saved.slots()
     other = case.subject.bench().put(saved.values()).load(saved.state_dicts())
-    other.run(BEFORE, AFTER)
+    other.run(*_rest(case.subject))
     after = {slot_id: value for slot_id, value in saved.slots().items() if slot_id[0] in saved.params}
     before = {slot_id: value for slot_id, value in before.items() if slot_id in after}
+    own = [type(optimizer) for optimizer in other.optimizers if _loads_itself(type(optimizer))]
+    if not own and any(not bitwise_equal(after[one], before[one]) for one in before if isinstance(before[one], Tensor)):
+        raise NotApplicable("torch's own load_state_dict keeps the tensors that it is given: load copy.deepcopy(state)")
     return demand_same(
         after, before, "what was loaded, unchanged by later steps", fix="Load a copy: load_state_dict(copy.deepcopy(state))."
     )
+
+
+def _loads_itself(cls: type) -> bool:
+    return getattr(cls, "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict
 
 
 def moved_state(case: Case) -> str:
     """Moving state away and back between steps changes nothing."""
     device = _device()
     bench = _onto(case, device)
-    for step in range(AFTER):
+    for step in range(case.subject.short(AFTER)):
         bench.run(step, step + 1)
         for _, entry in bench.entries():
             for key, value in entry.items():
                 entry[key] = tree_map(_away_and_back, value)
-    still = _onto(case, device).run(0, AFTER)
+    still = _onto(case, device).run(0, case.subject.short(AFTER))
     return demand_same(bench.slots(), still.slots(), "the run whose state stayed where it was", fix="Read state from optimizer.state.")
 
 
@@ -129,14 +146,18 @@ def _away_and_back(value: Any) -> Any:
 
 
 def _continued(case: Case, carry: Callable[[Any], Any], what: str, device: torch.device | None = None) -> str:
-    saved, other = _onto(case, device).run(0, BEFORE), _onto(case, device)
+    saved, other = _onto(case, device).run(0, case.subject.short(BEFORE)), _onto(case, device)
     _resume(other, saved, carry)
-    whole: Slots = _onto(case, device).run(0, AFTER).slots()
+    whole: Slots = _onto(case, device).run(0, case.subject.short(AFTER)).slots()
     return demand_same(other.slots(), whole, what, fix=_FIX)
 
 
+def _rest(subject: Subject) -> tuple[int, int]:
+    return subject.short(BEFORE), subject.short(AFTER)
+
+
 def _resume(bench: Bench, saved: Bench, carry: Callable[[Any], Any]) -> None:
-    bench.put(saved.values()).load(carry(saved.state_dicts())).run(BEFORE, AFTER)
+    bench.put(saved.values()).load(carry(saved.state_dicts())).run(*_rest(bench.subject))
 
 
 def _onto(case: Case, device: torch.device | None) -> Bench:

@@ -3,8 +3,9 @@
 Note: when a slot stagnates
     A value that moves by less than half the spacing of its dtype a step is rounded back each time: a bfloat16 second moment at
     beta2 = 0.999 is to lose 0.1% a step, and the spacing is 0.4% to 0.8%. It is seen beside a twin in float64 (params, gradients and
-    state): an element that kept its bits through a window of steps in which the twin's moved by more than `MOVED_ULP` of its dtype
-    has lost updates, as rounding to nearest could not have held it.
+    state): an element
+    that kept its bits while the twin's moved by more than `SPACINGS` of its dtype has lost updates that rounding to nearest holds. A
+    mean over n steps stops within n / 2 spacings of where it tends to, which for n = 10 (beta 0.9) nobody minds: 8 are 3% to 6%.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from truestep.optimizers.conformance.subject import (
     Failed,
     NotApplicable,
     Problem,
-    Slots,
+    dtypes,
     gradients,
     start,
 )
@@ -31,9 +32,10 @@ from truestep.proof.bounds import unit_roundoff
 from truestep.state.view import SlotId
 
 STEPS: Final = 4
-LOUD_STEPS, QUIET_STEPS, WINDOW_STEPS: Final = 288, 64, 32
+LOUD_STEPS: Final = 256
+QUIET_STEPS: Final = 96
 QUIET: Final = 0.1  # size of the gradients after LOUD_STEPS
-MOVED_ULP: Final = 2
+SPACINGS: Final = 8
 _ELEMENTS: Final = 6
 
 
@@ -48,18 +50,14 @@ def dtype_stays(case: Case) -> str:
                 raise
             told.append(f"{_short(dtype)} refused: {str(error).splitlines()[0]}")
             continue
-        before = _dtypes(bench.state())
-        after = _dtypes(bench.run(2, STEPS).state())
+        before = dtypes(bench.state())
+        after = dtypes(bench.run(2, STEPS).state())
         changed = [slot_id for slot_id, its in after.items() if before.get(slot_id, its) != its]
         changed += [(name, PARAM) for name in bench.params if after[name, PARAM] != dtype and (name, PARAM) not in changed]
         if changed:
             raise Failed(*(Problem(_short(before[one]), _short(after[one]), one[0], one[1], STEPS) for one in changed))
         told.append(_short(dtype))
     return ", ".join(told)
-
-
-def _dtypes(slots: Slots) -> dict[SlotId, torch.dtype]:
-    return {slot_id: value.dtype for slot_id, value in slots.items() if isinstance(value, Tensor)}
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -121,13 +119,13 @@ def sparse(case: Case) -> str:
     value = start({name: shape})
     bench = subject.bench(value)
     try:
-        for step in range(STEPS):
+        for step in range(subject.short(STEPS)):
             bench.step({name: gradients(value, step)[name].to_sparse(1)})
     except Exception as error:
         _refused(error, ("sparse", "layout"))
 
     def dense() -> Slots:
-        return {slot_id: v for slot_id, v in subject.bench(value).run(0, STEPS).state().items() if slot_id[1] == PARAM}
+        return {slot_id: v for slot_id, v in subject.bench(value).run(0, subject.short(STEPS)).state().items() if slot_id[1] == PARAM}
 
     mine = {slot_id: v for slot_id, v in bench.state().items() if slot_id[1] == PARAM}
     return demand_same(mine, dense(), "the update by the same gradient, dense", again=dense, fix="Refuse gradients that are sparse.")
@@ -143,13 +141,13 @@ def complex_params(case: Case) -> str:
     parts = start({name: (*shape, 2)})
     try:
         bench = subject.bench({name: torch.view_as_complex(parts[name])})
-        for step in range(STEPS):
+        for step in range(subject.short(STEPS)):
             bench.step({name: torch.view_as_complex(gradients(parts, step)[name])})
     except Exception as error:
         _refused(error, ("complex", "real"))
 
     def real() -> Slots:
-        return {(name, PARAM): subject.bench(parts).run(0, STEPS).values()[name]}
+        return {(name, PARAM): subject.bench(parts).run(0, subject.short(STEPS)).values()[name]}
 
     after = bench.params[name].detach()
     found = {(name, PARAM): torch.view_as_real(after.resolve_conj()).clone()}
@@ -185,7 +183,7 @@ def _tracked(case: Case, dtype: torch.dtype) -> str:
         mine, twin = subject.bench({"weight": low}).run(0, 1), subject.bench({"weight": high.double()}).run(0, 1)
     except Exception as error:
         raise NotApplicable(f"it refuses {_short(dtype)} or float64: {str(error).splitlines()[0]}") from error
-    few = [slot_id for slot_id, its in _dtypes(mine.state()).items() if its.is_floating_point and unit_roundoff(its) > 2.0**-20]
+    few = [slot_id for slot_id, its in dtypes(mine.state()).items() if its.is_floating_point and unit_roundoff(its) > 2.0**-20]
     if not few:
         raise NotApplicable(f"nothing is kept in fewer bits than float32 with {_short(dtype)} params")
     _widen(twin)
@@ -207,10 +205,11 @@ def _widen(twin: Bench) -> None:
 
 
 def _paths(mine: Bench, twin: Bench, few: list[SlotId]) -> dict[SlotId, tuple[Tensor, Tensor]]:
-    """Return what each slot in few bits was after each window of steps, and what the twin's was."""
+    """Return what each slot in few bits was after each step, and what the twin's was."""
     seen: dict[SlotId, tuple[list[Tensor], list[Tensor]]] = {slot_id: ([], []) for slot_id in few}
-    for step in range(1, LOUD_STEPS + QUIET_STEPS):
-        size = 1.0 if step < LOUD_STEPS else QUIET
+    loud, quiet = (mine.subject.short(steps) for steps in (LOUD_STEPS, QUIET_STEPS))
+    for step in range(1, loud + quiet):
+        size = 1.0 if step < loud else QUIET
         handed = gradients(mine.params, 0, size=size)  # always the same, so that moments settle
         mine.step(handed)
         twin.step({name: gradient.double() for name, gradient in handed.items()})
@@ -219,7 +218,7 @@ def _paths(mine: Bench, twin: Bench, few: list[SlotId]) -> dict[SlotId, tuple[Te
             if slot_id in ours and theirs.get(slot_id, ours[slot_id]).dtype == torch.float64:
                 low.append(ours[slot_id].detach().clone())
                 high.append(theirs[slot_id].detach().clone())
-    return {slot_id: (torch.stack(low), torch.stack(high)) for slot_id, (low, high) in seen.items() if len(low) > WINDOW_STEPS}
+    return {slot_id: (torch.stack(low), torch.stack(high)) for slot_id, (low, high) in seen.items() if low}
 
 
 def _live(bench: Bench) -> dict[SlotId, Tensor]:
@@ -232,18 +231,16 @@ def _live(bench: Bench) -> dict[SlotId, Tensor]:
 
 def _stuck(slot_id: SlotId, low: Tensor, high: Tensor) -> Problem | None:
     """Return the problem of a slot of which some element kept its bits while the twin's moved on."""
-    ulp = torch.finfo(low.dtype).eps
-    low64 = low.double()
-    stuck = torch.zeros(low.shape[1:], dtype=torch.bool)
-    for first in range(0, len(low) - WINDOW_STEPS, WINDOW_STEPS):
-        window, twin = low64[first : first + WINDOW_STEPS + 1], high[first : first + WINDOW_STEPS + 1]
-        still = (window == window[0]).all(0)
-        moved = (twin[-1] - twin[0]).abs() > MOVED_ULP * ulp * torch.maximum(twin[-1].abs(), window[-1].abs())
-        stuck |= still & moved
-    if not bool(stuck.any()):
+    held = low.double()
+    since, spacings = high[0], torch.zeros_like(high[0])
+    for step in range(1, len(held)):
+        since = torch.where(held[step] == held[step - 1], since, high[step])
+        spacing = torch.finfo(low.dtype).eps * torch.maximum(held[step].abs(), high[step].abs())
+        spacings = torch.maximum(spacings, ((high[step] - since).abs() / spacing).nan_to_num())
+    where = int(spacings.reshape(-1).argmax())
+    if float(spacings.reshape(-1)[where]) <= SPACINGS:
         return None
-    where = stuck.reshape(-1).nonzero()[0, 0]
-    mine, theirs = (float(path[-1].reshape(-1)[where]) for path in (low64, high))
+    mine, theirs = (float(path[-1].reshape(-1)[where]) for path in (held, high))
     times = f"{mine / theirs:.3g} times that" if theirs else "not zero"
     return Problem(
         f"{theirs:.4g} after {len(low) + 1} steps, as in float64",
@@ -252,5 +249,3 @@ def _stuck(slot_id: SlotId, low: Tensor, high: Tensor) -> Problem | None:
         step=len(low) + 1,
         fix="Keep it in float32, or round stochastically.",
     )
-
-

@@ -31,6 +31,7 @@ Slots: TypeAlias = dict[SlotId, Any]
 
 PARAM: Final = "param"
 BOWL: Final = 0.25  # how steep the quadratic is whose gradient a closure adds: its minimum lies at zero
+FEW_EVALUATIONS: Final = 4
 COUPLING_STEPS: Final = 12
 _TRIED: Final = (2, 1, 0, 4)  # dims, in the order in which a way to pass params is looked for
 
@@ -171,7 +172,7 @@ class Bench:
         return found
 
     def slots(self) -> Slots:
-        """Return copies of all slots; objects that cannot be read are left out."""
+        """Return copies of all slots; None, and objects that cannot be read, are left out."""
         labelled = reading.labelled_items(self.optimizers)
         live = [slot for name, param in self.params.items() for slot in reading.param_slots(name, param, labelled, reading.replica)]
         for label, optimizer in labelled:
@@ -179,7 +180,7 @@ class Bench:
         return {
             (slot.name, slot.key): _dense(slot.local[0]) if slot.kind == "tensor" else copy.deepcopy(slot.value)
             for slot in live
-            if slot.kind != "opaque"
+            if slot.kind == "tensor" or (slot.kind == "value" and slot.value is not None)
         }
 
     def state(self) -> Slots:
@@ -267,6 +268,15 @@ class Subject:
         values = start(self.shapes, dtype=dtype, size=size) if named is None else named
         return Bench(self, {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}, groups, settings)
 
+    def short(self, steps: int) -> int:
+        """Return how many steps to take where others take so many: fewer, where each is many evaluations of a closure."""
+        return steps if self.evaluations <= FEW_EVALUATIONS else max(1, steps // 4)
+
+    @functools.cached_property
+    def evaluations(self) -> int:
+        """How often a step evaluates its closure."""
+        return self.bench().run(0, 1).evaluations
+
     def one(self, ndim: int | None = None) -> str:
         """Return the name of its first param of that many dims.
 
@@ -312,7 +322,7 @@ class Subject:
         """Whether the gradient of one param changes the update of another: it shares something over a group, or over all."""
         calm, stirred = self.bench(), self.bench()
         first, *others = calm.params
-        for step in range(COUPLING_STEPS):
+        for step in range(self.short(COUPLING_STEPS)):
             handed = gradients(calm.params, step)
             calm.step(handed)
             stirred.step({**handed, first: -3 * handed[first].flip(0) if handed[first].ndim else -3 * handed[first]})
@@ -350,6 +360,11 @@ def numbered(value: Any) -> float | None:
 
 def _dense(tensor: Tensor) -> Tensor:
     return (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach().clone()
+
+
+def dtypes(slots: Slots) -> dict[SlotId, torch.dtype]:
+    """Return the dtypes of those slots that are tensors."""
+    return {slot_id: value.dtype for slot_id, value in slots.items() if isinstance(value, Tensor)}
 
 
 # -- Params and gradients

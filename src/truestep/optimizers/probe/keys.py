@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from truestep.backends.slots import param_slots, replica
+from truestep.backends.slots import optimizer_slots, replica
 from truestep.optimizers.probe.build import groups_of
 from truestep.optimizers.probe.run import Trace
 from truestep.state.view import Slot, slots_of
 
 Owner: TypeAlias = Literal["param", "group", "optimizer"]
 
-NUMEL, TOTAL, UNCLEAR = "numel", "total", "?"
-_FURNITURE: Final = ("param_groups", "state", "defaults")
+NUMEL: Final = "numel"
+TOTAL: Final = "total"
+UNCLEAR: Final = "?"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,17 @@ def param_keys(traces: Sequence[Trace]) -> list[Key]:
     for trace in traces:
         total = sum(param.numel() for _, param in trace.params)
         for member, param in trace.params:
-            for slot in param_slots(member.name, param, trace.optimizers, replica):
-                if slot.key != "param":
-                    seen_by_key.setdefault(slot.key, []).append(_Seen(tuple(param.shape), total, slot))
+            for slot in _slots_of_param(member.name, param, trace.optimizers):
+                seen_by_key.setdefault(slot.key, []).append(_Seen(tuple(param.shape), total, slot))
     return [_key(key, seen) for key, seen in seen_by_key.items()]
+
+
+def _slots_of_param(name: str, param: Tensor, optimizers: Sequence[Any]) -> Iterator[Slot]:
+    for optimizer in optimizers:
+        state = getattr(optimizer, "state", {})
+        if param in state:  # `in` first: a defaultdict adds what is read
+            for key, value in state[param].items():
+                yield from slots_of(name, str(key), value, replica)
 
 
 def _key(key: str, seen: Sequence[_Seen]) -> Key:
@@ -121,15 +130,16 @@ def changed_attributes(fresh: Sequence[Any], stepped: Sequence[Any]) -> list[Key
     """Return what optimizers keep for themselves: attributes that steps change or create, and state under no param."""
     found: dict[str, Key] = {}
     for before, after in zip(fresh, stepped, strict=True):
-        for key, value in vars(after).items():
-            plain = isinstance(value, (Tensor, int, float)) and key not in _FURNITURE and not key.startswith("_optimizer_")
-            if plain and not (key in vars(before) and _same(vars(before)[key], value)):
-                found.setdefault(key, _key_of("optimizer", key, value))
-        for key, value in getattr(after, "state", {}).items():
-            if not isinstance(key, Tensor):
-                for slot in slots_of("", str(key), value, replica):
+        if isinstance(after, Optimizer):
+            old = {slot.key: slot for slot in optimizer_slots(before, None)}
+            for slot in optimizer_slots(after, None):
+                if slot.key not in old or not _same(_content(old[slot.key]), _content(slot)):
                     found.setdefault(slot.key, Key(slot.key, "optimizer", slot.kind, _dtype(slot)))
     return list(found.values())
+
+
+def _content(slot: Slot) -> Any:
+    return slot.local[0] if slot.local else slot.value
 
 
 def _key_of(owner: Owner, key: str, value: Any) -> Key:

@@ -181,6 +181,8 @@ def _run_layout(way: Way, cuts: Sequence[Cut], start: Tensor, gradients: Field) 
 
 def _reach(ground: Ground, seen: Measured, kinds: Sequence[str]) -> None:
     """Disturb one element of each param; its effects stay within it, as params share nothing."""
+    if all(seen.scope(number, one).width >= Scope.TENSOR.width for number, one in enumerate(ground.subjects)):
+        return
     plan = plan_of(ground.subjects, kinds)
     members, start, gradients = plan.wholes, run.start(plan), ground.field(plan, STEPS)
     calm = run.run(ground.way, members, start, gradients)

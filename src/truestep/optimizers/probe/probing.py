@@ -60,8 +60,8 @@ def _probed(ground: Ground, start: Probe) -> Probe:
     if seen.whole is None or not seen.moved:
         return replace(start, checked=False, why=f"no param moved in {STEPS} steps", accepts=accepted(ground.way, ground.subjects))
     large = large_settings(ground.way, seen.whole.optimizers, STEPS)
-    for name in large:
-        _measure_lowered(ground, seen, name)
+    for names in lowerings(large):
+        _measure_lowered(ground, seen, names)
     kept = traits.kept(ground, seen.whole)
     scopes = {number: seen.scope(number, subject) for number, subject in enumerate(ground.subjects) if number in seen.moved}
     ndims = sorted({ground.subjects[number].ndim for number in scopes})
@@ -86,20 +86,33 @@ def _probed(ground: Ground, start: Probe) -> Probe:
     )
 
 
-def _measure_lowered(ground: Ground, seen: Measured, name: str) -> None:
-    """Measure once more with one setting lowered, so that what it holds back is reached; adds to `seen`."""
+def lowerings(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return which settings to lower together: all but one, all, and each alone.
+
+    One may hide what another holds back (a period of 1,000 steps, and blocks of 512 that small tensors do not fill), and one may
+    switch all of it off when it is low (the largest dim that is not left alone).
+
+    >>> lowerings(["period", "block"])
+    [('period', 'block'), ('period',), ('block',)]
+    """
+    all_but_one = [tuple(name for name in names if name != left) for left in names]
+    return [chosen for chosen in dict.fromkeys([*all_but_one[::-1], tuple(names), *((name,) for name in names)]) if chosen]
+
+
+def _measure_lowered(ground: Ground, seen: Measured, names: Sequence[str]) -> None:
+    """Measure once more with settings lowered, so that what they hold back is reached; adds to `seen`."""
     if seen.shared is Scope.MODEL:
         return
-    way = ground.way
+    way, low = ground.way, dict.fromkeys(names, LOWERED)
     if way.form == "function":
-        lowered = replace(way, group_settings={**way.group_settings, name: LOWERED})
+        lowered = replace(way, group_settings={**way.group_settings, **low})
     else:
-        lowered = replace(way, settings={**way.settings, name: LOWERED})
+        lowered = replace(way, settings={**way.settings, **low})
     whole = seen.whole
     try:
         measure(replace(ground, way=lowered), seen, kinds=KINDS[:1])
-    except Exception as error:  # a setting that may not be so low
-        seen.notes.append(f"not measured with {name}={LOWERED}: {type(error).__name__}")
+    except Exception as error:  # settings that may not be so low
+        seen.notes.append(f"not measured with {', '.join(names)} at {LOWERED}: {type(error).__name__}")
     seen.whole = whole
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,6 @@ from typing import Any, Final
 from truestep.optimizers.probe.keys import Key
 from truestep.optimizers.probe.plan import LOWERED, STEPS
 from truestep.words.errors import TrueStepError
-from truestep.words.finding import listed
 from truestep.words.scope import Scope, Traits
 
 SCHEMA_VERSION: Final = 1
@@ -135,7 +134,7 @@ def _lines(probe: Probe) -> list[str]:
     if probe.needs:
         lines.append(f"needs {', '.join(probe.needs)}")
     if probe.keys:
-        lines.append(f"keeps {', '.join(map(_key_text, probe.keys))}{'; created by the first steps' if probe.lazy else ''}")
+        lines.append(f"keeps {', '.join(_key_texts(probe.keys))}{'; created by the first steps' if probe.lazy else ''}")
     if probe.inert is not None:
         lines.append(f"a step with zero gradients at lr 0 {'changes nothing' if probe.inert else 'is felt'}")
     lines.append(f"accepts {', '.join(probe.accepts) or 'nothing that was tried'}")
@@ -144,10 +143,22 @@ def _lines(probe: Probe) -> list[str]:
     return [*lines, *(f"note: {note}" for note in probe.notes)]
 
 
-def _key_text(key: Key) -> str:
+def _key_texts(keys: Sequence[Key]) -> list[str]:
+    """Return the keys in words, those of one container that are alike as one."""
+    names_by_text: dict[tuple[str, str], list[str]] = {}
+    for key in keys:
+        stem, _, rest = key.key.partition("/")
+        names_by_text.setdefault((stem if rest else key.key, _about(key)), []).append(key.key)
+    return [f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} ({about})" for (_, about), names in names_by_text.items()]
+
+
+def _about(key: Key) -> str:
     if key.owner != "param":
-        return f"{key.key} ({key.dtype}, of the {key.owner})"
-    if key.kind != "tensor" or key.is_like_param:
-        return f"{key.key} ({key.dtype}{', as the param' if key.is_like_param else ''})"
-    dims = listed((f"[{', '.join(dims)}] in {ndim}-D" for ndim, dims in key.dims_by_ndim.items()), 6)
-    return f"{key.key} ({key.dtype} {dims})"
+        return f"{key.dtype}, of the {key.owner}"
+    if key.kind != "tensor" or not key.dims_by_ndim:
+        return key.dtype
+    if key.is_like_param:
+        return f"{key.dtype}, as the param"
+    if not any(key.dims_by_ndim.values()):
+        return f"{key.dtype}, 0-D"
+    return f"{key.dtype}, " + ", ".join(f"[{', '.join(dims)}] of {ndim}-D" for ndim, dims in key.dims_by_ndim.items())

