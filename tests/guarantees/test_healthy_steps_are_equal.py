@@ -17,11 +17,11 @@ ZERO = ("zero0", "zero1", "zero2", "zero3")
 
 # --- the covering array: every pair of backend, optimizer, K, recipe and world size that is healthy
 
-# Recipe -> the settings that its params bear: with AdamW and with decay, ZeRO moves a param that never got a gradient, truly.
+# Recipe -> where it is healthy. ZeRO and FSDP1 truly move a param that never got a gradient; ZeRO 0 in bf16 loses Adagrad's state.
 RECIPES = {
-    "embedding-net": lambda row: row["optimizer"] == "adagrad" or "zero" not in row["backend"],
+    "embedding-net": lambda row: row["optimizer"] == "adagrad" or not ("zero" in row["backend"] or row["backend"] == "fsdp1"),
     TINY_GPT: lambda row: True,
-    TINY_BF16_GPT: lambda row: True,
+    TINY_BF16_GPT: lambda row: (row["backend"], row["optimizer"]) != ("zero0", "adagrad"),
     "healthy:noisy": lambda row: True,  # dropout and batch norm
 }
 FACTORS = {
@@ -61,7 +61,7 @@ def test_a_param_without_gradient_is_left_alone_by_torch(equal, programs, backen
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "decayed_sgd"])
-@pytest.mark.parametrize("backend", ZERO)
+@pytest.mark.parametrize("backend", [*ZERO, *(name for name in BACKENDS if name == "fsdp1")])
 def test_zero_moves_a_param_without_gradient_and_verify_says_so(judged, programs, backend, optimizer):
     named = optimizer if optimizer == "adamw" else f"{programs / 'healthy.py'}:{optimizer}"
     report = judged("embedding-net", backend=backend, optimizer=named, micro_batches=2, steps=STEPS)

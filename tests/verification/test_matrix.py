@@ -12,7 +12,7 @@ import pytest
 
 from truestep.backends.base import BACKENDS
 from truestep.verification import matrix
-from truestep.verification.matrix import COULD_NOT_RUN, EXPECTATIONS, MatrixCell, cells, expected, main
+from truestep.verification.matrix import COULD_NOT_RUN, EQUAL, EXPECTATIONS, MatrixCell, cells, expected, fits, main
 from truestep.verification.planted import FAULTS, HARMLESS
 from truestep.verification.report import Cell, Report
 from truestep.words.errors import VerifyError
@@ -105,10 +105,10 @@ def test_what_a_cell_should_be(cell, verdict, law):
 
 def test_a_report_that_differs_for_another_reason_is_not_as_expected():
     wanted = expected(MatrixCell("zero0", "adamw", 1, "embedding-net", 2))
-    assert matrix.fits(wanted, report_of(wanted))
+    assert fits(wanted, "different", report_of(wanted).first.to_json())
     for other in ({"law": "gradient"}, {"step": 2}, {"key": "exp_avg"}, {"cause": "another"}):
-        assert not matrix.fits(wanted, report_of(replace(wanted, **other)))
-    assert not matrix.fits(matrix.EQUAL, report_of(wanted))
+        assert not fits(wanted, "different", report_of(replace(wanted, **other)).first.to_json())
+    assert not fits(EQUAL, "different", report_of(wanted).first.to_json())
 
 
 # --- running
@@ -154,6 +154,13 @@ def test_a_cell_that_is_not_as_expected_makes_status_1_and_is_named(fake, out, c
     assert main(["--out", str(out), "--limit", "3"]) == 1
     told = capsys.readouterr().out
     assert f"not as expected: {ALL[1]}: different: ranks/made-up 3" in told
+    assert main(["--out", str(out), "--limit", "0"]) == 1
+
+
+def test_what_is_done_is_judged_anew_by_todays_table(fake, out, monkeypatch):
+    main(["--out", str(out), "--limit", "1"])
+    everything_differs = matrix.Expectation("made up", lambda cell: True, matrix.Expected("different"))
+    monkeypatch.setattr(matrix, "EXPECTATIONS", (everything_differs,))
     assert main(["--out", str(out), "--limit", "0"]) == 1
 
 

@@ -273,8 +273,8 @@ class Recorder:
 
     @contextmanager
     def _watching_clips(self) -> Iterator[None]:
-        # What every clipping by norm comes to. The loop may have imported the function: so it is not its name that is replaced, but
-        # what torch's wrapper around it calls, which all its names share.
+        # What every clipping by norm comes to. The loop may have imported the function: so not its name is replaced, but what
+        # torch's wrapper around it calls, which all its names share.
         wrapper = torch.nn.utils.clip_grad._clip_grads_with_norm_
         cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
         clip_with = cells["func"].cell_contents

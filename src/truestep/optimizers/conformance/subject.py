@@ -31,7 +31,7 @@ Slots: TypeAlias = dict[SlotId, Any]
 
 PARAM: Final = "param"
 BOWL: Final = 0.25  # how steep the quadratic is whose gradient a closure adds: its minimum lies at zero
-FEW_EVALUATIONS: Final = 4
+FEW_EVALUATIONS: Final = 2
 COUPLING_STEPS: Final = 12
 _TRIED: Final = (2, 1, 0, 4)  # dims, in the order in which a way to pass params is looked for
 

@@ -10,4 +10,5 @@ BUILT_IN: Final = {
     "bf16-gpt": "bf16_gpt",
     "embedding-net": "embedding_net",
     "accumulation-by-hand": "accumulation_by_hand",
+    "three-linears": "three_linears",
 }
