@@ -17,7 +17,7 @@ ZERO = ("zero0", "zero1", "zero2", "zero3")
 
 # --- the covering array: every pair of backend, optimizer, K, recipe and world size that is healthy
 
-# Recipe -> where it is healthy. ZeRO and FSDP1 truly move a param that never got a gradient; ZeRO 0 in bf16 loses Adagrad's state.
+# Recipe -> where it is healthy. ZeRO and FSDP1 move a param that never got a gradient; ZeRO 0 in bf16 loses Adagrad's state.
 RECIPES = {
     "embedding-net": lambda row: row["optimizer"] == "adagrad" or not ("zero" in row["backend"] or row["backend"] == "fsdp1"),
     TINY_GPT: lambda row: True,

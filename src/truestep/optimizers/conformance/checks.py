@@ -234,7 +234,13 @@ _ALL: Final = (
         shapes.zero_size,
         ("counters", "equal-shapes"),
     ),
-    Check("empty-shard", "update", "a rank may hold nothing of any param, and must neither raise nor wait", _FSDP2, shapes.empty_shard),
+    Check(
+        "empty-shard",
+        "update",
+        "a rank may hold nothing of any param, and must neither raise nor wait",
+        _FSDP2,
+        shapes.empty_shard,
+    ),
     Check("zero-dim", "update", "scales and temperatures are 0-d", "torch.nn.Parameter", shapes.zero_dim),
     Check(
         "non-contiguous",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from truestep.optimizers.conformance.compare import demand_same
-from truestep.optimizers.conformance.subject import Bench, Case, Failed, NotApplicable, Problem, Slots, Subject, dtypes
+from truestep.optimizers.conformance.subject import Bench, Case, Failed, NotApplicable, Problem, Slots, Subject, dtypes, first_line
 from truestep.state.digest import bitwise_equal
 
 BEFORE: Final = 5  # steps before the run goes on elsewhere
@@ -33,7 +33,9 @@ def loaded_over(case: Case) -> str:
     saved = subject.bench().run(0, case.subject.short(BEFORE))
     used = subject.bench().run(AFTER, AFTER + 1)
     _resume(used, saved, copy.deepcopy)
-    return demand_same(used.slots(), subject.bench().run(0, case.subject.short(AFTER)).slots(), "nothing of the state before the load", fix=_FIX)
+    return demand_same(
+        used.slots(), subject.bench().run(0, case.subject.short(AFTER)).slots(), "nothing of the state before the load", fix=_FIX
+    )
 
 
 def pickled(case: Case) -> str:
@@ -56,9 +58,11 @@ def weights_only(case: Case) -> str:
     try:
         torch.load(buffer)
     except pickle.UnpicklingError as error:
-        said = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), str(error).splitlines()[0])
+        said = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), first_line(error))
         raise Failed(
-            Problem("state of tensors, numbers and containers", f"torch.load: {said.strip()}", fix="Keep no objects in the state.")
+            Problem(
+                "state of tensors, numbers and containers", f"torch.load: {said.strip()}", fix="Keep no objects in the state."
+            )
         ) from error
     return "torch.load reads it"
 
@@ -72,7 +76,9 @@ def copied(case: Case) -> str:
     twin.optimizers, twin.params = optimizers, params
     twin.run(*_rest(case.subject))
     original.run(*_rest(case.subject))
-    return demand_same(twin.slots(), original.slots(), "what the original has", fix="Keep state where Optimizer.__getstate__ finds it.")
+    return demand_same(
+        twin.slots(), original.slots(), "what the original has", fix="Keep state where Optimizer.__getstate__ finds it."
+    )
 
 
 def keeps_dtype(case: Case) -> str:
@@ -91,13 +97,15 @@ def _kept(case: Case, dtype: torch.dtype) -> str:
     except Exception as error:
         if dtype == torch.float32:
             raise
-        raise NotApplicable(f"it refuses {dtype}: {str(error).splitlines()[0]}") from error
+        raise NotApplicable(f"it refuses {dtype}: {first_line(error)}") from error
     other = case.subject.bench(dtype=dtype).load(copy.deepcopy(saved.state_dicts()))
     before, after = (dtypes(bench.slots()) for bench in (saved, other))
     if cast := [slot_id for slot_id, its in before.items() if after.get(slot_id, its) != its]:
         raise Failed(
             *(
-                Problem(f"{before[one]}, as it was saved", str(after[one]), one[0], one[1], fix="Cast nothing in load_state_dict.")
+                Problem(
+                    f"{before[one]}, as it was saved", str(after[one]), one[0], one[1], fix="Cast nothing in load_state_dict."
+                )
                 for one in cast
             )
         )
@@ -134,7 +142,9 @@ def moved_state(case: Case) -> str:
             for key, value in entry.items():
                 entry[key] = tree_map(_away_and_back, value)
     still = _onto(case, device).run(0, case.subject.short(AFTER))
-    return demand_same(bench.slots(), still.slots(), "the run whose state stayed where it was", fix="Read state from optimizer.state.")
+    return demand_same(
+        bench.slots(), still.slots(), "the run whose state stayed where it was", fix="Read state from optimizer.state."
+    )
 
 
 def _away_and_back(value: Any) -> Any:

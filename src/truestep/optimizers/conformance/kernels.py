@@ -9,7 +9,7 @@ import torch
 
 from truestep.optimizers.conformance.compare import demand_same
 from truestep.optimizers.conformance.reference import SMALL, Textbook, demand_agreement, walked
-from truestep.optimizers.conformance.subject import Bench, Case, NotApplicable, Slots, Subject, start
+from truestep.optimizers.conformance.subject import Bench, Case, NotApplicable, Slots, Subject, first_line, start
 from truestep.optimizers.probe.build import arguments
 
 STEPS: Final = 3
@@ -32,7 +32,7 @@ def agree(dtype: torch.dtype, case: Case) -> str:
         try:
             _bench(subject, dtype, flags_by_name).run(0, 1)
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            refused[name] = str(error).splitlines()[0]
+            refused[name] = first_line(error)
             continue
         told[name] = _judged(case, dtype, name, flags_by_name, plain)
     if "plain" in refused:
@@ -55,7 +55,9 @@ def _judged(case: Case, dtype: torch.dtype, name: str, flags: dict[str, bool], p
         return _bench(subject, dtype, plain).run(0, STEPS).state()
 
     mine = _bench(subject, dtype, flags).run(0, STEPS).state()
-    return demand_same(mine, plainly(), f"the plain kernel's, by the {name} kernel in {dtype}", again=plainly, fix=f"Set {name}=False.")
+    return demand_same(
+        mine, plainly(), f"the plain kernel's, by the {name} kernel in {dtype}", again=plainly, fix=f"Set {name}=False."
+    )
 
 
 def _bench(subject: Subject, dtype: torch.dtype, flags: dict[str, bool]) -> Bench:

@@ -24,7 +24,9 @@ from truestep.optimizers.conformance.subject import (
     Failed,
     NotApplicable,
     Problem,
+    Slots,
     dtypes,
+    first_line,
     gradients,
     start,
 )
@@ -48,7 +50,7 @@ def dtype_stays(case: Case) -> str:
         except Exception as error:
             if dtype == torch.float32:
                 raise
-            told.append(f"{_short(dtype)} refused: {str(error).splitlines()[0]}")
+            told.append(f"{_short(dtype)} refused: {first_line(error)}")
             continue
         before = dtypes(bench.state())
         after = dtypes(bench.run(2, STEPS).state())
@@ -95,8 +97,11 @@ def state_size(case: Case) -> str:
     told = f"{sizes[-1] / elements:.3g} bytes of state an element of fp32 params"
     if all(later > earlier for earlier, later in zip(sizes, sizes[1:])):
         raise Failed(
-            Problem("state that stops growing", f"{sizes[0]} bytes after {STEPS} steps, {sizes[-1]} after {4 * STEPS}",
-                    fix="Plan memory for its limit, or bound it.")
+            Problem(
+                "state that stops growing",
+                f"{sizes[0]} bytes after {STEPS} steps, {sizes[-1]} after {4 * STEPS}",
+                fix="Plan memory for its limit, or bound it.",
+            )
         )
     return told
 
@@ -125,10 +130,14 @@ def sparse(case: Case) -> str:
         _refused(error, ("sparse", "layout"))
 
     def dense() -> Slots:
-        return {slot_id: v for slot_id, v in subject.bench(value).run(0, subject.short(STEPS)).state().items() if slot_id[1] == PARAM}
+        return {
+            slot_id: v for slot_id, v in subject.bench(value).run(0, subject.short(STEPS)).state().items() if slot_id[1] == PARAM
+        }
 
     mine = {slot_id: v for slot_id, v in bench.state().items() if slot_id[1] == PARAM}
-    return demand_same(mine, dense(), "the update by the same gradient, dense", again=dense, fix="Refuse gradients that are sparse.")
+    return demand_same(
+        mine, dense(), "the update by the same gradient, dense", again=dense, fix="Refuse gradients that are sparse."
+    )
 
 
 def complex_params(case: Case) -> str:
@@ -151,13 +160,15 @@ def complex_params(case: Case) -> str:
 
     after = bench.params[name].detach()
     found = {(name, PARAM): torch.view_as_real(after.resolve_conj()).clone()}
-    return demand_same(found, real(), "the update of real and imaginary parts", again=real, fix="Refuse complex params, or view them as real.")
+    return demand_same(
+        found, real(), "the update of real and imaginary parts", again=real, fix="Refuse complex params, or view them as real."
+    )
 
 
 def _refused(error: Exception, words: tuple[str, ...]) -> None:
     """Raise that it refuses, if its message says what; else the error itself."""
     if any(word in str(error).lower() for word in words):
-        raise NotApplicable(f"it refuses them: {str(error).splitlines()[0]}") from error
+        raise NotApplicable(f"it refuses them: {first_line(error)}") from error
     raise error
 
 
@@ -182,7 +193,7 @@ def _tracked(case: Case, dtype: torch.dtype) -> str:
     try:
         mine, twin = subject.bench({"weight": low}).run(0, 1), subject.bench({"weight": high.double()}).run(0, 1)
     except Exception as error:
-        raise NotApplicable(f"it refuses {_short(dtype)} or float64: {str(error).splitlines()[0]}") from error
+        raise NotApplicable(f"it refuses {_short(dtype)} or float64: {first_line(error)}") from error
     few = [slot_id for slot_id, its in dtypes(mine.state()).items() if its.is_floating_point and unit_roundoff(its) > 2.0**-20]
     if not few:
         raise NotApplicable(f"nothing is kept in fewer bits than float32 with {_short(dtype)} params")

@@ -15,10 +15,20 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from truestep.optimizers.conformance.subject import PARAM, Bench, Failed, Gradients, NotApplicable, Problem, Slots, Subject, gradients
+from truestep.optimizers.conformance.subject import (
+    PARAM,
+    Bench,
+    Failed,
+    Gradients,
+    NotApplicable,
+    Problem,
+    Slots,
+    Subject,
+    gradients,
+)
 from truestep.optimizers.probe.build import arguments, name_of, target_of
 from truestep.optimizers.textbook import RULES, Arithmetic, Operand, Rule, hyper_of, rule, rule_of
-from truestep.proof.bounds import Expected, unit_roundoff, worst
+from truestep.proof.bounds import Expected, worst
 from truestep.proof.update import judge, sensitivity
 from truestep.words.errors import UnsupportedError
 from truestep.words.scope import Scope
@@ -90,7 +100,8 @@ def walked(
         bench.step(handed)
         slots = bench.slots()
         count = {
-            name: float(step + 1 if slot_id is None else slots.get(slot_id, step + 1)) for name, slot_id in counter_by_name.items()
+            name: float(step + 1 if slot_id is None else slots.get(slot_id, step + 1))
+            for name, slot_id in counter_by_name.items()
         }
         walk.steps.append(Taken(before, handed, count, bench.values()))
     return walk
@@ -170,8 +181,11 @@ def _far(name: str, step: int, far: Any, before: Tensor) -> Problem:
     at = float(before[far.index] if far.index else before)
     moved, should = far.found - at, far.expected - at
     return Problem(
-        "the update", f"{moved:.6g} at {list(far.index or ())}, where {should:.6g} should be: {far.ratio:.3g} times its bound off",
-        name, PARAM, step,
+        "the update",
+        f"{moved:.6g} at {list(far.index or ())}, where {should:.6g} should be: {far.ratio:.3g} times its bound off",
+        name,
+        PARAM,
+        step,
     )
 
 
@@ -211,8 +225,13 @@ class OtherClass:
             if one.verdict == "differs":
                 apart.setdefault(one.slot[0], one)
         problems = [
-            Problem("the update", f"one {one.distance:.3g} away (2-norm), {one.ratio:.3g} times what rounding does", name, PARAM,
-                    int(one.slot[1]))
+            Problem(
+                "the update",
+                f"one {one.distance:.3g} away (2-norm), {one.ratio:.3g} times what rounding does",
+                name,
+                PARAM,
+                int(one.slot[1]),
+            )
             for name, one in apart.items()
         ]
         return problems, max((one.ratio for one in judged), default=0.0)
@@ -317,6 +336,9 @@ def _agreed(subject: Subject, other: Subject) -> set[str]:
     return {
         key
         for key, value in mine.items()
-        if key in theirs and key not in counting and key != "params" and type(value) is type(theirs[key])
+        if key in theirs
+        and key not in counting
+        and key != "params"
+        and type(value) is type(theirs[key])
         and isinstance(value, (int, float, tuple, list))
     }

@@ -19,6 +19,7 @@ from truestep.optimizers.conformance.subject import (
     Problem,
     Slots,
     Subject,
+    first_line,
     start,
 )
 from truestep.words.names import OPTIMIZER_SLOT
@@ -45,7 +46,7 @@ def lr_tensor(case: Case) -> str:
         mine = _with_rate(subject, torch.tensor(rate)).run(0, STEPS)
     except Exception as error:  # whatever a class says to it
         if any(word in str(error).lower() for word in ("tensor", "learning rate", "lr")):
-            raise NotApplicable(f"it refuses a tensor: {str(error).splitlines()[0]}") from error
+            raise NotApplicable(f"it refuses a tensor: {first_line(error)}") from error
         raise
     demand_same(
         _params(mine),
@@ -111,11 +112,16 @@ def added_group(case: Case) -> str:
     except Exception as error:
         if "group" not in str(error):
             raise
-        raise NotApplicable(f"it refuses a second group: {str(error).splitlines()[0]}") from error
+        raise NotApplicable(f"it refuses a second group: {first_line(error)}") from error
     if torch.equal(param, values[late]):
         raise Failed(
-            Problem("a param that trains from the next step on", "one that never moves: its group is held, and not stepped", late, PARAM,
-                    fix="Refuse it in add_param_group, or step every group.")
+            Problem(
+                "a param that trains from the next step on",
+                "one that never moves: its group is held, and not stepped",
+                late,
+                PARAM,
+                fix="Refuse it in add_param_group, or step every group.",
+            )
         )
     if subject.coupled or any(owner.startswith(OPTIMIZER_SLOT) for owner, _ in subject.counters):
         return "it trains; what it shares with the others is not judged"
@@ -149,7 +155,7 @@ def grouping(case: Case) -> str:
     try:
         grouped = subject.bench(groups=2)
     except ValueError as error:
-        raise NotApplicable(f"it refuses a second group: {str(error).splitlines()[0]}") from error
+        raise NotApplicable(f"it refuses a second group: {first_line(error)}") from error
     # Its counters may be one a group: only what belongs to params is compared.
     return demand_same(grouped.run(0, STEPS).state(), subject.bench().run(0, STEPS).state(), "the same as in one group")
 
@@ -165,7 +171,10 @@ def equal_shapes(case: Case) -> str:
     for name, value in values.items():
         alone = subject.bench({name: value}).run(0, STEPS)
         demand_same(
-            _of(both, name), _of(alone, name), "what it is without another param of its shape", fix="Key state by the param itself."
+            _of(both, name),
+            _of(alone, name),
+            "what it is without another param of its shape",
+            fix="Key state by the param itself.",
         )
     return f"two params of shape {shape}"
 
@@ -180,7 +189,9 @@ def rebuilt(case: Case) -> str:
         again = subject.bench(**defaults)
     except TypeError as error:
         raise Failed(
-            Problem("its constructor to take its own defaults", str(error), fix="Keep only arguments of the constructor in defaults.")
+            Problem(
+                "its constructor to take its own defaults", str(error), fix="Keep only arguments of the constructor in defaults."
+            )
         ) from error
     return demand_same(again.run(0, STEPS).state(), subject.bench().run(0, STEPS).state(), "the same as the first one")
 
@@ -191,5 +202,3 @@ def _params(bench: Bench) -> Slots:
 
 def _of(bench: Bench, name: str) -> Slots:
     return {slot_id: value for slot_id, value in bench.state().items() if slot_id[0] == name}
-
-

@@ -9,7 +9,18 @@ from torch import Tensor
 
 from truestep.optimizers.conformance.compare import demand_same
 from truestep.optimizers.conformance.reference import SMALL, Textbook, demand_agreement, walked
-from truestep.optimizers.conformance.subject import PARAM, Bench, Case, Failed, NotApplicable, Problem, Slots, Subject, gradients, start
+from truestep.optimizers.conformance.subject import (
+    PARAM,
+    Bench,
+    Case,
+    Failed,
+    NotApplicable,
+    Problem,
+    Slots,
+    Subject,
+    gradients,
+    start,
+)
 from truestep.optimizers.probe.build import arguments
 
 STEPS: Final = 3
@@ -30,7 +41,9 @@ def zero_size(case: Case) -> str:
         return told(subject.bench(values))
 
     again = without if subject.coupled else None
-    return demand_same(told(subject.bench({**values, **empty})), without(), "the same as without a param of no elements", again=again)
+    return demand_same(
+        told(subject.bench({**values, **empty})), without(), "the same as without a param of no elements", again=again
+    )
 
 
 def empty_shard(case: Case) -> str:
@@ -119,7 +132,7 @@ def fused_strides(case: Case) -> str:
             bench = subject.bench(laid, fused=True)
             bench.step({name: lays[1](gradient) for name, gradient in gradients(values, 0).items()})
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise NotApplicable(f"its fused kernel is refused: {str(error).splitlines()[0]}") from error
+            raise NotApplicable(f"its fused kernel is refused: {first_line(error)}") from error
         fix = "Hand it gradients of the param's strides, or use foreach=True."
         if isinstance(reference, Textbook):
             again = subject.bench(laid, fused=True)

@@ -54,7 +54,9 @@ def no_hidden_step(case: Case) -> str:
     if late:
         raise Failed(
             *(
-                _of_slot(slot_id, "1 after the first step", f"{read:g}: steps were taken before it", "Create state without stepping.")
+                _of_slot(
+                    slot_id, "1 after the first step", f"{read:g}: steps were taken before it", "Create state without stepping."
+                )
                 for slot_id, read in late.items()
                 if read is not None
             )
@@ -87,7 +89,9 @@ def counters(case: Case) -> str:
         should = 0 if slot_id[0] == absent else 1
         if rise != should:
             why = "of a param without gradient" if slot_id[0] == absent else f"where {absent} had no gradient"
-            wrong.append(_of_slot(slot_id, f"{should} more after a step {why}", f"{rise:g} more", "Count where the param is updated."))
+            wrong.append(
+                _of_slot(slot_id, f"{should} more after a step {why}", f"{rise:g} more", "Count where the param is updated.")
+            )
     if wrong:
         raise Failed(*wrong)
     owners = {"one a param" if name in bench.params else "one a group" if "/" in name else "one" for name, _ in subject.counters}
@@ -104,7 +108,9 @@ def gradients_unaltered(case: Case) -> str:
             if left is None or not bitwise_equal(_strided(left), _strided(handed)):
                 found = "none" if left is None else f"other values, up to {_furthest(left, handed):.3g} away"
                 raise Failed(
-                    Problem("the gradient as it entered the step", found, name, "grad", step + 1, "Compute on a copy of the gradient.")
+                    Problem(
+                        "the gradient as it entered the step", found, name, "grad", step + 1, "Compute on a copy of the gradient."
+                    )
                 )
     return f"{len(bench.handed)} gradients, {STEPS} steps"
 
@@ -139,7 +145,10 @@ def zero_gradient(case: Case) -> str:
         stuck = [slot_id for slot_id in own if benches[0].slots()[slot_id] == benches[1].slots()[slot_id]]
         if stuck:
             raise Failed(
-                *(_of_slot(one, "one more: a zero gradient is one", "the same as without", "Skip on None alone.") for one in stuck)
+                *(
+                    _of_slot(one, "one more: a zero gradient is one", "the same as without", "Skip on None alone.")
+                    for one in stuck
+                )
             )
         return "it counts as a step"
     moved = any(
@@ -150,7 +159,14 @@ def zero_gradient(case: Case) -> str:
     had_state = any(slot_id[0] == zero and slot_id[1] != PARAM for slot_id in benches[1].state())
     if had_state and not moved:
         raise Failed(
-            Problem("state that moves on by a zero gradient", "all as without a gradient", zero, None, STEPS + 1, "Skip on None alone.")
+            Problem(
+                "state that moves on by a zero gradient",
+                "all as without a gradient",
+                zero,
+                None,
+                STEPS + 1,
+                "Skip on None alone.",
+            )
         )
     return "state moves on" if had_state else "it keeps no state that could tell"
 
@@ -173,8 +189,13 @@ def in_place(case: Case) -> str:
             problems.append(Problem("the param that it was given", "another one in its groups", name, PARAM))
         if param.data_ptr() != at[name]:
             problems.append(
-                Problem("the same memory", "new memory: views, shards and tied params see nothing of it", name, PARAM,
-                        fix="Update with an in-place operation, not by param.data = ...")
+                Problem(
+                    "the same memory",
+                    "new memory: views, shards and tied params see nothing of it",
+                    name,
+                    PARAM,
+                    fix="Update with an in-place operation, not by param.data = ...",
+                )
             )
         if not param.is_leaf or not param.requires_grad:
             problems.append(Problem("a leaf that requires a gradient", "a part of a graph, or frozen", name, PARAM))
@@ -263,7 +284,9 @@ def hooks(case: Case) -> str:
     should = ["before", "after"] * len(bench.optimizers)
     if fired != should:
         raise Failed(
-            Problem("hooks before and after each step, once", f"{len(fired)} calls of {len(should)}", fix="Call super().__init__.")
+            Problem(
+                "hooks before and after each step, once", f"{len(fired)} calls of {len(should)}", fix="Call super().__init__."
+            )
         )
     return f"{len(fired)} calls"
 

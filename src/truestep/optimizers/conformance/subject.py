@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from truestep.backends import slots as reading
-from truestep.optimizers.probe.build import Target, Way, flag_in, groups_of, name_of, target_of, ways_of
+from truestep.optimizers.probe import plan as probed
+from truestep.optimizers.probe.build import Target, Way, groups_of, name_of, target_of, ways_of
+from truestep.optimizers.probe.ground import find_ground
 from truestep.optimizers.probe.plan import Member, Shape, scale_of, subjects_of, with_companions
 from truestep.optimizers.probe.quiet import seed
 from truestep.state.view import SlotId
@@ -33,7 +35,6 @@ PARAM: Final = "param"
 BOWL: Final = 0.25  # how steep the quadratic is whose gradient a closure adds: its minimum lies at zero
 FEW_EVALUATIONS: Final = 2
 COUPLING_STEPS: Final = 12
-_TRIED: Final = (2, 1, 0, 4)  # dims, in the order in which a way to pass params is looked for
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,9 @@ class Bench:
     def slots(self) -> Slots:
         """Return copies of all slots; None, and objects that cannot be read, are left out."""
         labelled = reading.labelled_items(self.optimizers)
-        live = [slot for name, param in self.params.items() for slot in reading.param_slots(name, param, labelled, reading.replica)]
+        live = [
+            slot for name, param in self.params.items() for slot in reading.param_slots(name, param, labelled, reading.replica)
+        ]
         for label, optimizer in labelled:
             live += [*reading.group_slots(optimizer, label), *reading.optimizer_slots(optimizer, label)]
         return {
@@ -309,9 +312,11 @@ class Subject:
             bench.run(step, step + 1)
             seen.append(bench.slots())
         counters = {}
-        for slot_id, value in seen[-1].items():
+        for slot_id in seen[-1]:
             path = [numbered(slots.get(slot_id)) for slots in seen]
-            rises = {after - before for before, after in zip(path, path[1:]) if before is not None and after is not None}
+            rises = {
+                after - before for before, after in zip(path, path[1:], strict=False) if before is not None and after is not None
+            }
             whole = all(number is not None and number.is_integer() for number in path)
             if slot_id[1] != PARAM and whole and len(rises) == 1 and (rise := rises.pop()) > 0:
                 counters[slot_id] = rise
@@ -375,9 +380,7 @@ def start(shapes: Shapes, *, dtype: torch.dtype = torch.float32, size: float = 1
     return {name: (size * _numbers(name, shape, -1)).to(dtype) for name, shape in shapes.items()}
 
 
-def gradients(
-    params: Mapping[str, Tensor], step: int, *, decades: bool = False, size: float | None = None
-) -> dict[str, Tensor]:
+def gradients(params: Mapping[str, Tensor], step: int, *, decades: bool = False, size: float | None = None) -> dict[str, Tensor]:
     """Return the gradients of a step, from 0, of the params' shapes and dtypes.
 
     Args:
@@ -414,54 +417,43 @@ def subject_of(optimizer: Any, params: Mapping[str, Sequence[int]] | str | None,
         UnsupportedError: If it cannot be built or stepped, with its own error.
     """
     target, settings = target_of(optimizer, settings)
-    shapes = {one.name: one.shape for one in with_companions(subjects_of(params))}
-    ways, why = ways_of(target, settings)
-    if why:
-        raise UnsupportedError(f"{name_of(target)} cannot be built: {why}.")
-    said: list[Exception] = []
-    for way in ways:
-        for sparse in (False, True):
-            if found := _taking(Subject(way, shapes, sparse), said):
-                return found
+    asked = subjects_of(params)
+    ground, why = find_ground(target, settings, asked)
+    if ground is not None:
+        subject = Subject(ground.way, {one.name: one.shape for one in ground.subjects})
+        return replace(subject, refused=_refusals(subject, asked))
+    shapes = {one.name: one.shape for one in with_companions(asked)}
+    for way in ways_of(target, settings)[0]:
+        subject = Subject(way, shapes, sparse=True)
+        if _complaint(subject) is None:
+            return subject
     raise UnsupportedError(
-        f"{name_of(target)} cannot be built and stepped: expected a class that takes params, found {type(said[0]).__name__}: "
-        f"{_first_line(said[0])}. Give its settings, or a function named_params -> optimizer."
+        f"{name_of(target)} cannot be built and stepped: {why.removesuffix('.')}. "
+        "Expected a class that takes params, or a function named_params -> optimizer; give its settings."
     )
 
 
-def _taking(subject: Subject, said: list[Exception]) -> Subject | None:
-    """Return the subject over all params that it takes, or None; what it said to those that it does not is added to `said`."""
-    if (complaint := _complaint(subject)) is None:
-        return subject
-    said.append(complaint)
-    if flag := flag_in(complaint):
-        subject = replace(subject, way=replace(subject.way, flag=flag))
-        if _complaint(subject) is None:
-            return subject
-    refused: dict[int, str] = {}
-    for ndim in sorted({len(shape) for shape in subject.shapes.values()}, key=(*_TRIED, *range(10)).index):
-        alike = replace(subject, shapes={name: shape for name, shape in subject.shapes.items() if len(shape) == ndim})
-        if (complaint := _complaint(alike)) is not None:
-            said.append(complaint)
-            refused[ndim] = f"{type(complaint).__name__}: {_first_line(complaint)}"
-    taken = {name: shape for name, shape in subject.shapes.items() if len(shape) not in refused}
-    if not taken:
-        return None
-    if len(taken) < 2:
-        taken = {one.name: one.shape for one in with_companions(subjects_of(taken))}
-    subject = replace(subject, shapes=taken, refused=refused)
-    return subject if _complaint(subject) is None else None
+def _refusals(subject: Subject, asked: Sequence[probed.Subject]) -> dict[int, str]:
+    """Return what the class says to those params that it does not take, by their number of dims."""
+    taken = {len(shape) for shape in subject.shapes.values()}
+    refused = {}
+    for one in asked:
+        if one.ndim not in taken:
+            complaint = _complaint(replace(subject, shapes={one.name: one.shape}))
+            refused[one.ndim] = f"{type(complaint).__name__}: {first_line(complaint)}" if complaint else "not beside the others"
+    return refused
 
 
 def _complaint(subject: Subject) -> Exception | None:
-    """Return what the class says to being made and stepped twice; that no param moved counts as nothing."""
+    """Return what the class says to being made and stepped twice."""
     try:
-        bench = subject.bench().run(0, 2)
+        subject.bench().run(0, 2)
     except Exception as error:  # whatever a class says to a shape
         return error
-    return None if bench.params else ValueError("no params")
+    return None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line without a full stop."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].removesuffix(".")
