@@ -15,6 +15,7 @@ SMALL = {
     "bf16-gpt": "bf16-gpt:width=24,layers=2,heads=3,context=16,batch=2",
     "embedding-net": "embedding-net",
     "accumulation-by-hand": "accumulation-by-hand",
+    "three-linears": "three-linears:bias=1",
 }
 every = pytest.mark.parametrize("spec", [SMALL[name] for name in BUILT_IN])
 

@@ -51,13 +51,26 @@ def verify(
         "micro_batches": counts(micro_batches, "--micro-batches"),
         "world_size": ranks(world_size),
     }
-    if json is not None and not json.absolute().parent.is_dir():
-        raise typer.BadParameter(f"expected a file in a folder that exists, found {str(json)!r}.", param_hint="'--json'")
+    if json is not None:
+        need_writable(json, "--json")
     report = verified(recipe, **asked, steps=steps, faults=tuple(fault or ()), allow=tuple(allow or ()), timeout=timeout)
+    print_report(report)
     if json is not None and leads():
         report.to_json(json)
-    print_report(report)
     raise typer.Exit(exit_status(report))
+
+
+def need_writable(path: Path, option: str) -> None:
+    """Refuse, before hours of work, a path that cannot be written.
+
+    Raises:
+        BadParameter: If it is a folder, in a folder that does not exist, or not permitted.
+    """
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise typer.BadParameter(f"expected a file in a folder that exists, found {str(path)!r}.", param_hint=f"'{option}'")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"expected a file that may be written, found {str(path)!r}.", param_hint=f"'{option}'")
 
 
 def names(text: str, option: str) -> list[str]:

@@ -18,6 +18,7 @@ from truestep.optimizers.conformance.subject import (
     Problem,
     Slots,
     Subject,
+    first_line,
     gradients,
     start,
 )
