@@ -94,10 +94,10 @@ def failing(body, where="loss", after=0):
         (["--optimizer", "adamv"], "there is no optimizer 'adamv'. Did you mean Adam or RAdam or NAdam or AdamW or Adamax?"),
         (["--fault", "state-lost"], "unknown fault 'state-lost': expected one of step-every-micro-batch"),
         (["--fault", "step-every-micro-batch"], "does not act with 1 micro-batch a step. Give --micro-batches 2 or more"),
-        (["--fault", "optimizer-before-wrap"], "cannot be planted on 'ddp': it acts on fsdp2. Choose"),
-        (["--steps", "0"], "Invalid value for '--steps': 0 is not in the range x>=1"),
-        (["--world-size", "0"], "Invalid value for '--world-size': 0 is not in the range x>=1"),
-        (["--world-size", "two"], "'two' is not a valid int"),
+        (["--fault", "sync-missing", "--backend", "zero1"], "cannot be planted on 'zero1': it acts on ddp, fsdp2, zero0. Choose"),
+        (["--steps", "0"], "Invalid value for '--steps': expected a whole number above 0, found '0'"),
+        (["--world-size", "0"], "Invalid value for '--world-size': expected a whole number above 0, found '0'"),
+        (["--world-size", "two"], "Invalid value for '--world-size': expected a whole number above 0, found 'two'"),
         (["--micro-batches", "x"], "Invalid value for '--micro-batches': expected whole numbers above 0, found 'x'"),
         (["--micro-batches", "1,,4"], "expected names with commas between them, found '1,,4'"),
         (["--json", "/no/such/folder/report.json"], "expected a file in a folder that exists, found '/no/such/folder/report.json'"),
@@ -142,7 +142,7 @@ def test_a_recipe_that_is_not_there_is_told_with_what_may_be_given(said, tmp_pat
     status, out, err = said(tmp_path / "missing.py")
     assert (status, out) == (2, "")
     assert f"there is no file {tmp_path / 'missing.py'}. Expected a built-in recipe (bytes-gpt" in err
-    assert "Did you mean bytes-gpt?" in said("byte-gpt")[2]
+    assert "Did you mean bytes-gpt or" in said("byte-gpt")[2]
 
 
 # -- what is wrong with what its pieces give
@@ -240,14 +240,13 @@ def test_a_process_that_is_gone_or_hangs_is_named_within_the_time_limit(case, sa
     assert (status, out) == (2, "")
     assert expected in err.splitlines()[0]
     assert err.count("truestep: error: ") == 1
-    assert "/truestep/verification/" not in err
 
 
 # -- what is odd, and judged
 
 
 def test_a_loss_that_is_not_finite_is_not_called_equal(said, recipe):
-    status, out, _ = said(recipe(loss=failing("return model(batch).sum() * float('nan')", after=3)))
+    status, out, _ = said(recipe(loss=failing("return model(batch).sum() * float('nan')")))
     assert status == 3
     assert "a loss is not finite: from here on NaN and infinity are compared with themselves" in out
 
@@ -332,7 +331,7 @@ def test_a_recipe_may_be_an_instance_in_a_module(said, recipe, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert said("named_recipe:mine")[0] == 0
     assert said(f"{path}:mine")[0] == 0
-    assert "named_recipe has no 'nine'. Did you mean mine?" in said("named_recipe:nine")[2]
+    assert "named_recipe has no 'nine'. Did you mean mine" in said("named_recipe:nine")[2]
 
 
 def test_nothing_is_left_behind():
@@ -434,17 +433,14 @@ CALL = "import truestep as ts\nprint(ts.verify({recipe}, backend='ddp', steps=2)
 
 def test_a_recipe_of_the_script_itself_is_loaded_by_the_ranks_or_told_what_it_lacks(recipe, tmp_path):
     mine = "import sys\nmine = sys.modules[__name__]\n"
-    guarded = recipe("guarded.py", tail=f"{mine}if __name__ == '__main__':\n" + textwrap.indent(CALL.format(recipe="mine"), "    "))
-    bare = recipe("bare.py", tail=mine + CALL.format(recipe="mine"))
-    text = "\n".join(textwrap.dedent(piece) for piece in PIECES.values())
-    nowhere = f"{text}\n{mine}" + CALL.format(recipe="mine")
-    with (
-        start([], tmp_path, f"import runpy\nrunpy.run_path({str(guarded)!r}, run_name='__main__')") as first,
-        start([], tmp_path, nowhere) as second,
-    ):
-        second_err = second.communicate(timeout=60)[1]
-        first.communicate(timeout=60)
-    done = [subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=False) for path in (guarded, bare)]
+    call = CALL.format(recipe="mine")
+    guarded = recipe("guarded.py", tail=f"{mine}if __name__ == '__main__':\n" + textwrap.indent(call, "    "))
+    bare = recipe("bare.py", tail=mine + call)
+    typed = "\n".join(textwrap.dedent(piece) for piece in PIECES.values()) + mine + call
+    done = [
+        subprocess.run([sys.executable, *args], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+        for args in ([guarded], [bare], ["-c", typed])
+    ]
     assert (done[0].returncode, done[0].stdout) == (0, "equal\n")
     assert "Put the call under: if __name__ == '__main__':" in done[1].stderr.splitlines()[-1]
-    assert "cannot be sent to rank processes: expected one that they can load by name" in second_err.splitlines()[-1]
+    assert "cannot be sent to rank processes: expected one that they can load by name" in done[2].stderr.splitlines()[-1]

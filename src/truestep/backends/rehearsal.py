@@ -1,10 +1,10 @@
 """A rehearsal of FSDP2 in one process: DTensors of two ranks, without processes, to see what an optimizer makes of them.
 
-Two ways, in turn. *Simulated*: both ranks' shards are held here and every collective is done on them, so that results are real. *Alone*:
-rank 0 of two with collectives that do nothing, so that only what raises is real; for operations that the simulation does not know.
+Two ways. *Simulated*: both ranks' shards are held here and every collective is done on them, so that results are real. *Alone*:
+rank 0 of two with collectives that do nothing, so that only what raises is real; for what the simulation does not know.
 
-Both are built of torch's own debugging tools, of which the simulation is private (`torch.distributed._local_tensor`, torch 2.10 on).
-A process in which a process group is running cannot rehearse.
+Both are made of torch's own debugging tools, of which the simulation is private (`torch.distributed._local_tensor`). A process in
+which a process group is running cannot rehearse.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 RANKS: Final = 2
 _SIMULATION: Final = "torch.distributed._local_tensor"
@@ -40,11 +42,14 @@ class Stage:
 
     def shard(self, tensor: Tensor) -> Tensor:
         """Return a tensor of at least one dim as `fully_shard` would hold it: rows of dim 0, a copy."""
-        return distribute_tensor(tensor.detach().clone(), self.mesh, [Shard(0)])
+        # Made here, it is one tensor on each rank: the simulation would scatter one from outside as rank 0's alone.
+        here = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        return distribute_tensor(here, self.mesh, [Shard(0)])
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a sharded tensor whole, as rank 0 has it; only where values are real."""
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        held: Any = tensor.detach()
+        full: Tensor = held.full_tensor() if isinstance(held, DTensor) else held
         local = getattr(full, "_local_tensors", None)
         return (full if local is None else local[0]).clone()
 

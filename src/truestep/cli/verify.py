@@ -16,6 +16,17 @@ from truestep.verification.report import exit_status
 DEFAULT_RANKS: Final = 2
 
 
+def whole_number(text: str) -> int:
+    """Return the whole number above 0 that a text says.
+
+    Raises:
+        BadParameter: If it says none.
+    """
+    if not str(text).isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"expected a whole number above 0, found {str(text)!r}.")
+    return int(text)
+
+
 def verify(
     recipe: Annotated[
         str, typer.Argument(help=f"A built-in recipe ({', '.join(BUILT_IN)}), FILE.py, MODULE or MODULE:OBJECT.")
@@ -29,9 +40,10 @@ def verify(
     ] = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batches of one optimizer step, with commas between.")] = "1",
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks.", show_default=f"{DEFAULT_RANKS}, or those that torchrun gives")
+        int | None,
+        typer.Option(parser=whole_number, metavar="N", help="Ranks.", show_default=f"{DEFAULT_RANKS}, or those of torchrun"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a cell.")] = 10,
+    steps: Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Optimizer steps of a cell.")] = 10,
     fault: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Plant this fault; may be given again.")] = None,
     allow: Annotated[
         list[str] | None,

@@ -49,7 +49,7 @@ def _train(plan: CellPlan, connection: Connection, clean_up: ExitStack) -> None:
     batches = _Batches(recipe, rank, count, plan.micro_batches)
     settings = _settings(plan, recipe, model, batches.window(1), faults)
     reduction = recipe.reduction or measured_reduction(recipe, model, batches.window(1)[0])
-    session = base.wrap(plan.backend, model, recipe.optimizer_named(plan.optimizer), settings)
+    session = base.wrap(plan.backend, model, made.optimizer_maker(recipe, plan.optimizer), settings)
     clean_up.callback(session.close)
     _need_keys(plan, faults, session)
     scheduler = recipe.scheduler(_schedulable(session)) if recipe.scheduler else None

@@ -112,7 +112,7 @@ def _shared_error(fates: Sequence[Fate]) -> TrueStepError | None:
         errors: list[TrueStepError] = [pickle.loads(fate.pickled) for fate in raised if fate.pickled is not None]
     except Exception:
         return None  # of a class that cannot be imported here: its traceback is shown instead
-    if len({(type(error), error.message) for error in errors}) > 1:
+    if len({(type(error), re.sub(r"rank \d+", "rank", error.message)) for error in errors}) > 1:
         return None
     errors[0].findings = tuple(merged(finding for error in errors for finding in error.findings))
     return errors[0]

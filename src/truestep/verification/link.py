@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import secrets
 import tempfile
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from truestep.words.errors import VerifyError
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,16 @@ def send(connection: Connection, message: Any) -> None:
 
     Raises:
         HungUp: If the other side is gone.
+        VerifyError: If it does not pickle.
     """
     buffer = io.BytesIO()
-    torch.save(message, buffer)
+    try:
+        torch.save(message, buffer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise VerifyError(
+            f"what this step made cannot be sent to the reference: {error}. Yield batches of tensors and plain data, of classes at "
+            "the top level of their module, and keep optimizer state so."
+        ) from error
     try:
         connection.send_bytes(buffer.getbuffer())
     except (BrokenPipeError, ConnectionResetError) as error:

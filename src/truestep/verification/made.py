@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from truestep.backends import slots
 from truestep.state import digest
-from truestep.verification.recipe import Recipe
+from truestep.verification.recipe import MakeOptimizer, Recipe
 from truestep.words.errors import UnsupportedError, VerifyError
 from truestep.words.finding import Finding, listed
 from truestep.words.layout import Shard
@@ -51,6 +51,25 @@ def loss_of(recipe: Recipe, model: Any, batch: Any) -> Tensor:
     else:
         return loss
     raise VerifyError(f"recipe {recipe.name!r}: expected loss(model, batch) to return a tensor of one element, found {found}.")
+
+
+def optimizer_maker(recipe: Recipe, named: str | None) -> MakeOptimizer:
+    """Return ``named_params -> optimizer``: the one of this name, or the recipe's own, with a look at what it makes.
+
+    Raises:
+        VerifyError: When it is called, if it makes no optimizer.
+    """
+    make = recipe.optimizer_named(named)
+
+    def checked(named_params: Any) -> Any:
+        optimizer = make(named_params)
+        items = [item for _, item in slots.labelled_items(optimizer)]
+        if not items or not all(hasattr(item, "step") and hasattr(item, "param_groups") for item in items):
+            found = listed(dict.fromkeys(type(item).__name__ for item in items)) or "nothing"
+            raise VerifyError(f"recipe {recipe.name!r}: expected optimizer(named_params) to return one, or several; found {found}.")
+        return optimizer
+
+    return checked
 
 
 def need_no_closure(optimizers: Sequence[torch.optim.Optimizer]) -> None:

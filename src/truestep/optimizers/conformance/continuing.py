@@ -14,7 +14,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from truestep.optimizers.conformance.compare import demand_same
-from truestep.optimizers.conformance.subject import Bench, Case, Failed, NotApplicable, Problem, Slots, Subject, dtypes, first_line
+from truestep.optimizers.conformance.subject import (
+    Bench,
+    Case,
+    Failed,
+    NotApplicable,
+    Problem,
+    Slots,
+    Subject,
+    dtypes,
+    first_line,
+)
 from truestep.state.digest import bitwise_equal
 
 BEFORE: Final = 5  # steps before the run goes on elsewhere

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -13,7 +14,7 @@ from truestep.optimizers.conformance.subject import Bench, Case, NotApplicable, 
 from truestep.optimizers.probe.build import arguments
 
 STEPS: Final = 3
-KERNELS: Final = ("foreach", "fused")
+KERNELS: Final[tuple[str, ...]] = ("foreach", "fused")
 # Sizes of full vector blocks with a rest: bodies and tails round differently, and one of torch's kernels forgets the bodies.
 _SIZES: Final = {0: (), 1: (1003,), 2: (37, 29), 4: (5, 7, 6, 5)}
 
@@ -25,8 +26,8 @@ def agree(dtype: torch.dtype, case: Case) -> str:
     flags = [flag for flag in KERNELS if flag in accepted]
     if not flags:
         raise NotApplicable("it has one kernel")
-    plain = dict.fromkeys(flags, False)
-    variants = {"plain": plain, **{flag: {**plain, flag: True} for flag in flags}}
+    plain: dict[str, bool] = dict.fromkeys(flags, False)
+    variants: dict[str, dict[str, bool]] = {"plain": plain, **{flag: {**plain, flag: True} for flag in flags}}
     told, refused = {}, {}
     for name, flags_by_name in variants.items():
         try:
@@ -60,7 +61,7 @@ def _judged(case: Case, dtype: torch.dtype, name: str, flags: dict[str, bool], p
     )
 
 
-def _bench(subject: Subject, dtype: torch.dtype, flags: dict[str, bool]) -> Bench:
+def _bench(subject: Subject, dtype: torch.dtype, flags: Mapping[str, Any]) -> Bench:
     shapes = {f"kernels.{ndim}d": _SIZES[ndim] for ndim in {len(shape) for shape in subject.shapes.values()} if ndim in _SIZES}
     if not shapes:
         raise NotApplicable("it takes no params of 0, 1, 2 or 4 dims")

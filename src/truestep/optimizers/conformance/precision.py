@@ -2,10 +2,9 @@
 
 Note: when a slot stagnates
     A value that moves by less than half the spacing of its dtype a step is rounded back each time: a bfloat16 second moment at
-    beta2 = 0.999 is to lose 0.1% a step, and the spacing is 0.4% to 0.8%. It is seen beside a twin in float64 (params, gradients and
-    state): an element
-    that kept its bits while the twin's moved by more than `SPACINGS` of its dtype has lost updates that rounding to nearest holds. A
-    mean over n steps stops within n / 2 spacings of where it tends to, which for n = 10 (beta 0.9) nobody minds: 8 are 3% to 6%.
+    beta2 = 0.999 is to lose 0.1% a step, and the spacing is 0.4% to 0.8%. It is seen beside a twin in float64 (params, gradients
+    and state): an element that kept its bits while the twin's moved by more than `SPACINGS` of its dtype has lost updates. A mean
+    over n steps stops within n / 2 spacings of where it tends to, which for n = 10 (beta 0.9) nobody minds: 8 are 3% to 6%.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def state_size(case: Case) -> str:
         sizes.append(_bytes(bench.run(step, step + STEPS)))
     elements = sum(param.numel() for param in bench.params.values())
     told = f"{sizes[-1] / elements:.3g} bytes of state an element of fp32 params"
-    if all(later > earlier for earlier, later in zip(sizes, sizes[1:])):
+    if all(later > earlier for earlier, later in zip(sizes, sizes[1:], strict=False)):
         raise Failed(
             Problem(
                 "state that stops growing",

@@ -1,8 +1,8 @@
 """The judges of an update against a reference: a rule of the textbook, or another class run in lock-step.
 
-A *walk* is what the class under check did: of each step the params before, the gradients, the number of the step, the params after.
-A judge follows it, put back at each step to where the class was, and says where its own update ends elsewhere. State is the
-judge's own, so that the names of the class's keys do not matter.
+A *walk* is what the class under check did: of each step the params before, the gradients, the number of the step, the params
+after. A judge follows it, put back at each step to where the class was, and says where its own update ends elsewhere. State is
+the judge's own, so that the names of the class's keys do not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from truestep.optimizers.conformance.subject import (
 from truestep.optimizers.probe.build import arguments, name_of, target_of
 from truestep.optimizers.textbook import RULES, Arithmetic, Operand, Rule, hyper_of, rule, rule_of
 from truestep.proof.bounds import Expected, worst
-from truestep.proof.update import judge, sensitivity
+from truestep.proof.update import Judgement, judge, sensitivity
 from truestep.words.errors import UnsupportedError
 from truestep.words.scope import Scope
 
@@ -61,7 +61,9 @@ class Walk:
 class Reference(Protocol):
     """What updates are held against."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is called in findings."""
 
     def judge(self, walk: Walk) -> tuple[list[Problem], float]:
         """Return what differs, and the worst ratio of a difference to what is allowed."""
@@ -194,7 +196,12 @@ def _far(name: str, step: int, far: Any, before: Tensor) -> Problem:
 
 @dataclass(frozen=True)
 class OtherClass:
-    """A class or function run in lock-step, with its own sensitivity as the bound."""
+    """A class or function run in lock-step, with its own sensitivity as the bound.
+
+    Attributes:
+        subject: The reference.
+        given: The entries of groups that it takes over from the class under check.
+    """
 
     subject: Subject
     given: frozenset[str] = frozenset()
@@ -220,7 +227,7 @@ class OtherClass:
         judged = judge(found, expected)
         if any(one.verdict == "differs" for one in judged):
             judged = judge(found, expected, moves=sensitivity(lambda: self._path(walk), unmoved=expected))
-        apart = {}
+        apart: dict[str, Judgement] = {}
         for one in judged:
             if one.verdict == "differs":
                 apart.setdefault(one.slot[0], one)
@@ -238,8 +245,8 @@ class OtherClass:
 
     def _path(self, walk: Walk) -> Slots:
         mine = self.subject.bench(walk.steps[0].before)
-        for theirs, ours in zip(walk.bench.groups, mine.groups):  # groups of unlike set-ups: as far as they go
-            ours.update({k: v for k, v in theirs.items() if k in ours and k in self._shared() and not isinstance(v, Tensor)})
+        for theirs, ours in zip(walk.bench.groups, mine.groups, strict=False):  # groups of unlike set-ups: as far as they go
+            ours.update({k: v for k, v in theirs.items() if k in ours and k in self.given and not isinstance(v, Tensor)})
         path: Slots = {}
         for number, taken in enumerate(walk.steps):
             if walk.aged and number:
@@ -252,9 +259,6 @@ class OtherClass:
                 path[name, str(number + 1)] = _update(taken.before[name], param.detach())
         return path
 
-    def _shared(self) -> frozenset[str]:
-        return self.given
-
 
 def _update(before: Tensor, after: Tensor) -> Tensor:
     """Return the difference of two params, exactly."""
@@ -266,7 +270,7 @@ def _update(before: Tensor, after: Tensor) -> Tensor:
 
 
 def reference_of(asked: Any, subject: Subject) -> Reference | None:
-    """Return the reference that was asked for: a name of the textbook, a class or a function; None: torch's own rule, if it has one.
+    """Return the reference that was asked for: a name of the textbook, a class, a function; None: torch's own rule, if any.
 
     Raises:
         UnsupportedError: If there is none of that name, or it cannot be built.
