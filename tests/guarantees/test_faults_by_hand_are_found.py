@@ -104,14 +104,14 @@ FAULTS = {
     ("with_fsdp2:zeroes_its_state_before_each_window", "fsdp2"): ("drift", "between", 2, "something other than the optimizer"),
     ("with_zero:zeroes_its_state_before_each_window", "zero1"): ("drift", "between", 2, "something other than the optimizer"),
     ("with_zero:zeroes_its_state_before_each_window", "zero3"): ("drift", "between", 2, "something other than the optimizer"),
-    ("with_ddp_steps:parks_moments_in_bf16_after_each_step", "ddp"): (
+    ("with_ddp_steps:parks_moments_in_bf16_each_step", "ddp"): (
         "drift",
         "between",
         2,
         "something other than the optimizer",
     ),
-    ("with_fsdp2:parks_moments_in_bf16_after_each_step", "fsdp2"): ("drift", "between", 2, "something other than the optimizer"),
-    ("with_zero:parks_moments_in_bf16_after_each_step", "zero2"): ("drift", "between", 2, "something other than the optimizer"),
+    ("with_fsdp2:parks_moments_in_bf16_each_step", "fsdp2"): ("drift", "between", 2, "something other than the optimizer"),
+    ("with_zero:parks_moments_in_bf16_each_step", "zero2"): ("drift", "between", 2, "something other than the optimizer"),
     ("with_ddp_steps:edits_a_weight_on_one_rank", "ddp"): ("drift", "between", 2, "something other than the optimizer"),
     ("with_ddp_steps:steps_on_one_rank_only", "ddp"): ("ranks", "update", 1, "some ranks stepped and others skipped"),
     ("with_fsdp2:looks_at_the_loss_between_backward_and_step", "fsdp2"): (

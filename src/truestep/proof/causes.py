@@ -305,7 +305,7 @@ CAUSES: Final[tuple[Row, ...]] = (
     Row(
         "absent",
         lambda seen: {} if seen.fit.absent else None,
-        "backward made a gradient, but none entered the step: it was cleared before, or never reduced to where the optimizer looks",
+        "backward made a gradient, but none entered the step: it was cleared, or never reduced to where the optimizer looks",
         "Step before zero_grad, and reduce in the window's last micro-batch (FSDP2: set_requires_gradient_sync(True)).",
     ),
     Row(

@@ -130,7 +130,7 @@ def zeroes_its_state_before_each_window(model, optimizer, batches):
 
 
 @program()
-def parks_moments_in_bf16_after_each_step(model, optimizer, batches):
+def parks_moments_in_bf16_each_step(model, optimizer, batches):
     backward_all(model, batches)
     optimizer.step()
     optimizer.zero_grad()

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from truestep.backends import rehearsal
-from truestep.optimizers.conformance.subject import PARAM, Bench, Slots, Subject, first_line, gradients, start
+from truestep.optimizers.conformance.bench import PARAM, Bench, Slots
+from truestep.optimizers.conformance.given import gradients, start
+from truestep.optimizers.conformance.problem import first_line
+from truestep.optimizers.conformance.subject import Subject
 from truestep.optimizers.probe.result import Probe
 from truestep.proof.update import judge, sensitivity
 
@@ -235,7 +238,9 @@ def _raised(backend: str, error: Exception, how: str, instead: str) -> Place:
 
 def line_of(error: BaseException) -> str:
     """Return ``FILE:LINE`` of the innermost code that is an optimizer's, not torch's inside: as people look for it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_inside(frame.filename)]
+    every = traceback.extract_tb(error.__traceback__)
+    # Where no frame is an optimizer's, it gave us what we cannot read: the line is ours.
+    frames = [frame for frame in every if not _is_inside(frame.filename)] or every
     if not frames:
         return "an unknown line"
     return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}"

@@ -1,7 +1,7 @@
 """A bench: one optimizer of the class under check, over params of its own, and what can be done with it.
 
-Params, gradients and random numbers of a bench depend on names and steps alone, so that two benches that do the same end bit for bit
-alike.
+Params, gradients and random numbers of a bench depend on names and steps alone, so that two benches that do the same end bit for
+bit alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from truestep.backends import slots as reading
 from truestep.optimizers.conformance.given import Gradients, gradients
-from truestep.optimizers.probe.build import groups_of
+from truestep.optimizers.probe.build import Way, groups_of
 from truestep.optimizers.probe.plan import Member
 from truestep.optimizers.probe.quiet import seed
 from truestep.state.view import SlotId
@@ -32,19 +32,27 @@ class Bench:
     """One optimizer over params of its own.
 
     Args:
-        subject: Whose.
+        way: How it is made and stepped.
         named: ``name -> param``; the bench keeps them.
+        sparse: Hand it sparse gradients.
         groups: Into how many param groups they are put, in turn.
         settings: Over those of the subject.
     """
 
     def __init__(
-        self, subject: Subject, named: Mapping[str, nn.Parameter], groups: int = 1, settings: Mapping[str, Any] | None = None
+        self,
+        way: Way,
+        named: Mapping[str, nn.Parameter],
+        *,
+        sparse: bool = False,
+        groups: int = 1,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.subject = subject
+        self._way = way
+        self._sparse = sparse
         self.params = dict(named)
         seed()
-        way = replace(subject.way, settings={**subject.way.settings, **(settings or {})})
+        way = replace(way, settings={**way.settings, **(settings or {})})
         if groups > 1 and way.form != "groups":
             way = replace(way, form="groups")
         members = [
@@ -58,7 +66,7 @@ class Bench:
     def step(self, gradients: Gradients) -> Any:
         """Give the params these gradients (copies) and take one step; return what it returns."""
         seed()
-        if not self.subject.way.closure:
+        if not self._way.closure:
             self.give(gradients)
             return [optimizer.step() for optimizer in self.optimizers][0]
         return [optimizer.step(self.closure(gradients)) for optimizer in self.optimizers][0]
@@ -94,7 +102,7 @@ class Bench:
     def _hand(self, name: str, param: nn.Parameter, gradient: Tensor) -> None:
         self.handed[name] = gradient.detach().clone()
         fresh = gradient.detach().clone()  # of the same strides
-        param.grad = fresh.to_sparse() if self.subject.sparse and fresh.layout == torch.strided else fresh
+        param.grad = fresh.to_sparse() if self._sparse and fresh.layout == torch.strided else fresh
 
     def run(self, first: int, last: int, **of: Any) -> Bench:
         """Take the steps from `first` to `last`, counted from 0, the last one not; `of` go to `gradients`."""

@@ -200,7 +200,7 @@ _ALL: Final = (
         "layers unfrozen in training are added as a group, and must then train",
         "torch.optim.Optimizer.add_param_group",
         settings.added_group,
-        ("counters", "absent-gradient"),
+        ("no-hidden-step", "counters", "absent-gradient"),
     ),
     Check(
         "lr-acts",
@@ -317,15 +317,6 @@ _ALL: Final = (
         "torch.load reads no objects unless it is told to trust the file",
         "torch.load, on weights_only",
         continuing.weights_only,
-        severity="warning",
-    ),
-    Check(
-        "loaded-apart",
-        "state",
-        "a saved state that is loaded as it is, not as a copy, changes with the steps that follow",
-        _LOAD,
-        continuing.loaded_apart,
-        _SAVED,
         severity="warning",
     ),
     Check(

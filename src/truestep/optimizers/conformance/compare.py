@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from truestep.optimizers.conformance.subject import Failed, Problem, Slots
+from truestep.optimizers.conformance.bench import Slots
+from truestep.optimizers.conformance.problem import Failed, Problem
 from truestep.proof.update import Judgement, judge, sensitivity
 
 

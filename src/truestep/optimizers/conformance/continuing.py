@@ -13,19 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from truestep.optimizers.conformance.bench import Bench, Slots, dtypes
 from truestep.optimizers.conformance.compare import demand_same
-from truestep.optimizers.conformance.subject import (
-    Bench,
-    Case,
-    Failed,
-    NotApplicable,
-    Problem,
-    Slots,
-    Subject,
-    dtypes,
-    first_line,
-)
-from truestep.state.digest import bitwise_equal
+from truestep.optimizers.conformance.problem import Failed, NotApplicable, Problem, first_line
+from truestep.optimizers.conformance.subject import Case, Subject
 
 BEFORE: Final = 5  # steps before the run goes on elsewhere
 AFTER: Final = 9  # steps in all
@@ -42,7 +33,7 @@ def loaded_over(case: Case) -> str:
     subject = case.subject
     saved = subject.bench().run(0, case.subject.short(BEFORE))
     used = subject.bench().run(AFTER, AFTER + 1)
-    _resume(used, saved, copy.deepcopy)
+    _resume(subject, used, saved, copy.deepcopy)
     return demand_same(
         used.slots(), subject.bench().run(0, case.subject.short(AFTER)).slots(), "nothing of the state before the load", fix=_FIX
     )
@@ -50,7 +41,15 @@ def loaded_over(case: Case) -> str:
 
 def pickled(case: Case) -> str:
     """The same through pickle."""
-    return _continued(case, lambda states: pickle.loads(pickle.dumps(states)), "the run that was not pickled")
+    return _continued(case, _through_pickle, "the run that was not pickled")
+
+
+def _through_pickle(states: Any) -> Any:
+    try:
+        return pickle.loads(pickle.dumps(states))
+    except Exception as error:  # AttributeError, TypeError, PicklingError: by what is in the way
+        found = f"{type(error).__name__}: {first_line(error)}"
+        raise Failed(Problem("state that can be pickled", found, fix="Keep no functions in the state.")) from error
 
 
 def through_cpu(case: Case) -> str:
@@ -122,26 +121,6 @@ def _kept(case: Case, dtype: torch.dtype) -> str:
     return f"{len(before)} tensors"
 
 
-def loaded_apart(case: Case) -> str:
-    """What was loaded is not changed by the steps that follow."""
-    saved = case.subject.bench().run(0, case.subject.short(BEFORE))
-    before = saved.slots()
-    other = case.subject.bench().put(saved.values()).load(saved.state_dicts())
-    other.run(*_rest(case.subject))
-    after = {slot_id: value for slot_id, value in saved.slots().items() if slot_id[0] in saved.params}
-    before = {slot_id: value for slot_id, value in before.items() if slot_id in after}
-    own = [type(optimizer) for optimizer in other.optimizers if _loads_itself(type(optimizer))]
-    if not own and any(not bitwise_equal(after[one], before[one]) for one in before if isinstance(before[one], Tensor)):
-        raise NotApplicable("torch's own load_state_dict keeps the tensors that it is given: load copy.deepcopy(state)")
-    return demand_same(
-        after, before, "what was loaded, unchanged by later steps", fix="Load a copy: load_state_dict(copy.deepcopy(state))."
-    )
-
-
-def _loads_itself(cls: type) -> bool:
-    return getattr(cls, "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict
-
-
 def moved_state(case: Case) -> str:
     """Moving state away and back between steps changes nothing."""
     device = _device()
@@ -167,7 +146,7 @@ def _away_and_back(value: Any) -> Any:
 
 def _continued(case: Case, carry: Callable[[Any], Any], what: str, device: torch.device | None = None) -> str:
     saved, other = _onto(case, device).run(0, case.subject.short(BEFORE)), _onto(case, device)
-    _resume(other, saved, carry)
+    _resume(case.subject, other, saved, carry)
     whole: Slots = _onto(case, device).run(0, case.subject.short(AFTER)).slots()
     return demand_same(other.slots(), whole, what, fix=_FIX)
 
@@ -176,8 +155,8 @@ def _rest(subject: Subject) -> tuple[int, int]:
     return subject.short(BEFORE), subject.short(AFTER)
 
 
-def _resume(bench: Bench, saved: Bench, carry: Callable[[Any], Any]) -> None:
-    bench.put(saved.values()).load(carry(saved.state_dicts())).run(*_rest(bench.subject))
+def _resume(subject: Subject, bench: Bench, saved: Bench, carry: Callable[[Any], Any]) -> None:
+    bench.put(saved.values()).load(carry(saved.state_dicts())).run(*_rest(subject))
 
 
 def _onto(case: Case, device: torch.device | None) -> Bench:

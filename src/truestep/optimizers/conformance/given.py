@@ -20,7 +20,9 @@ def start(shapes: Shapes, *, dtype: torch.dtype = torch.float32, size: float = 1
     return {name: (size * _numbers(name, shape, -1)).to(dtype) for name, shape in shapes.items()}
 
 
-def gradients(params: Mapping[str, Tensor], step: int, *, decades: bool = False, size: float | None = None) -> dict[str, Tensor]:
+def gradients(
+    params: Mapping[str, Tensor], step: int, *, decades: bool = False, size: float | None = None, times: float = 1.0
+) -> dict[str, Tensor]:
     """Return the gradients of a step, from 0, of the params' shapes and dtypes.
 
     Args:
@@ -28,6 +30,7 @@ def gradients(params: Mapping[str, Tensor], step: int, *, decades: bool = False,
         step: Their size changes from step to step: the first step of Adam, Adagrad and Lion is blind to it.
         decades: Spread magnitudes over twelve decades, from 1e-12 up: down to where eps stands.
         size: Instead of the step's own.
+        times: What to multiply them by.
     """
     size = scale_of(step) if size is None else size
     made = {}
@@ -35,7 +38,7 @@ def gradients(params: Mapping[str, Tensor], step: int, *, decades: bool = False,
         numbers = _numbers(name, tuple(param.shape), step)
         if decades:
             numbers = numbers.sign() * 10.0 ** (-12 * (numbers.abs() - 0.5))
-        made[name] = (size * numbers).to(param.dtype)
+        made[name] = (times * size * numbers).to(param.dtype)
     return made
 
 

@@ -8,9 +8,12 @@ from typing import Any, Final
 
 import torch
 
+from truestep.optimizers.conformance.bench import Bench, Slots
 from truestep.optimizers.conformance.compare import demand_same
+from truestep.optimizers.conformance.given import start
+from truestep.optimizers.conformance.problem import NotApplicable, first_line
 from truestep.optimizers.conformance.reference import SMALL, Textbook, demand_agreement, walked
-from truestep.optimizers.conformance.subject import Bench, Case, NotApplicable, Slots, Subject, first_line, start
+from truestep.optimizers.conformance.subject import Case, Subject
 from truestep.optimizers.probe.build import arguments
 
 STEPS: Final = 3
@@ -47,7 +50,7 @@ def agree(dtype: torch.dtype, case: Case) -> str:
 def _judged(case: Case, dtype: torch.dtype, name: str, flags: dict[str, bool], plain: dict[str, bool]) -> str:
     subject, reference = case.subject, case.reference
     if isinstance(reference, Textbook):
-        walk = walked(_bench(subject, dtype, flags), STEPS)
+        walk = walked(subject, _bench(subject, dtype, flags), STEPS)
         return demand_agreement(reference, walk, f"the update, by the {name} kernel in {dtype},", f"Set {name}=False.")
     if name == "plain":
         return ""

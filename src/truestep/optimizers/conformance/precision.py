@@ -15,20 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from truestep.optimizers.conformance.bench import PARAM, Bench, Slots, dtypes
 from truestep.optimizers.conformance.compare import demand_same
-from truestep.optimizers.conformance.subject import (
-    PARAM,
-    Bench,
-    Case,
-    Failed,
-    NotApplicable,
-    Problem,
-    Slots,
-    dtypes,
-    first_line,
-    gradients,
-    start,
-)
+from truestep.optimizers.conformance.given import gradients, start
+from truestep.optimizers.conformance.problem import Failed, NotApplicable, Problem, first_line
+from truestep.optimizers.conformance.subject import Case, Subject
 from truestep.proof.bounds import unit_roundoff
 from truestep.state.view import SlotId
 
@@ -68,22 +59,29 @@ def _short(dtype: torch.dtype) -> str:
 def state_apart(case: Case) -> str:
     """State shares memory with nothing: not with other state, a param or a gradient."""
     bench = case.subject.bench().run(0, STEPS)
-    owner_by_memory: dict[int, str] = {}
-    problems = []
     live: list[tuple[str, str, Any]] = [(name, PARAM, param) for name, param in bench.params.items()]
     live += [(name, "grad", param.grad) for name, param in bench.params.items()]
     live += [(name, str(key), value) for name, entry in bench.entries() for key, value in entry.items()]
-    for name, key, value in live:
-        for leaf in tree_leaves(value):
-            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel():
-                continue
-            at = leaf.untyped_storage().data_ptr()
-            owner = owner_by_memory.setdefault(at, f"{name}/{key}")
-            if owner != f"{name}/{key}":
-                problems.append(Problem("memory of its own", f"that of {owner}", name, key, fix="Keep a clone."))
+    held = sorted((*_extent(leaf), name, key) for name, key, value in live for leaf in tree_leaves(value) if _has_memory(leaf))
+    problems, reached, owner = [], 0, ""
+    for first, last, name, key in held:
+        if first < reached:
+            problems.append(Problem("memory of its own", f"a part of that of {owner}", name, key, fix="Keep a clone."))
+        if last > reached:
+            reached, owner = last, f"{name}/{key}"
     if problems:
         raise Failed(*problems)
-    return f"{len(owner_by_memory)} tensors"
+    return f"{len(held)} tensors"
+
+
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel() > 0
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor's memory, and the one after its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 def state_size(case: Case) -> str:
@@ -197,7 +195,7 @@ def _tracked(case: Case, dtype: torch.dtype) -> str:
     if not few:
         raise NotApplicable(f"nothing is kept in fewer bits than float32 with {_short(dtype)} params")
     _widen(twin)
-    paths = _paths(mine, twin, few)
+    paths = _paths(subject, mine, twin, few)
     if not paths:
         raise NotApplicable("its state is cast anew in each step: no float64 twin can be made of it")
     problems = [problem for slot_id, path in paths.items() if (problem := _stuck(slot_id, *path))]
@@ -214,10 +212,10 @@ def _widen(twin: Bench) -> None:
                 entry[key] = value.double()
 
 
-def _paths(mine: Bench, twin: Bench, few: list[SlotId]) -> dict[SlotId, tuple[Tensor, Tensor]]:
+def _paths(subject: Subject, mine: Bench, twin: Bench, few: list[SlotId]) -> dict[SlotId, tuple[Tensor, Tensor]]:
     """Return what each slot in few bits was after each step, and what the twin's was."""
     seen: dict[SlotId, tuple[list[Tensor], list[Tensor]]] = {slot_id: ([], []) for slot_id in few}
-    loud, quiet = (mine.subject.short(steps) for steps in (LOUD_STEPS, QUIET_STEPS))
+    loud, quiet = (subject.short(steps) for steps in (LOUD_STEPS, QUIET_STEPS))
     for step in range(1, loud + quiet):
         size = 1.0 if step < loud else QUIET
         handed = gradients(mine.params, 0, size=size)  # always the same, so that moments settle

@@ -14,21 +14,15 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from truestep.optimizers.conformance.subject import (
-    PARAM,
-    Bench,
-    Failed,
-    Gradients,
-    NotApplicable,
-    Problem,
-    Slots,
-    Subject,
-    gradients,
-)
+from truestep.optimizers.conformance.bench import PARAM, Bench, Slots
+from truestep.optimizers.conformance.given import Gradients, gradients
+from truestep.optimizers.conformance.problem import Failed, NotApplicable, Problem
+from truestep.optimizers.conformance.subject import Subject, subject_of
 from truestep.optimizers.probe.build import arguments, name_of, target_of
 from truestep.optimizers.textbook import RULES, Arithmetic, Operand, Rule, hyper_of, rule, rule_of
-from truestep.proof.bounds import Expected, worst
+from truestep.proof.bounds import Expected, unit_roundoff, worst
 from truestep.proof.update import Judgement, judge, sensitivity
 from truestep.words.errors import UnsupportedError
 from truestep.words.scope import Scope
@@ -57,6 +51,11 @@ class Walk:
     steps: list[Taken] = field(default_factory=list)
     aged: bool = False
 
+    @property
+    def judged_from(self) -> int:
+        """The first step that is judged, from 1: what is aged was young in its first one."""
+        return 2 if self.aged else 1
+
 
 class Reference(Protocol):
     """What updates are held against."""
@@ -73,6 +72,7 @@ class Reference(Protocol):
 
 
 def walked(
+    subject: Subject,
     bench: Bench,
     steps: int,
     *,
@@ -82,6 +82,7 @@ def walked(
     """Step a new bench and note what it does.
 
     Args:
+        subject: Whose.
         bench: Its params need not be the usual ones.
         steps: How many.
         aged: After the first step, set its counters to a million.
@@ -90,7 +91,7 @@ def walked(
     Raises:
         NotApplicable: If it is to be aged and keeps no counter that can be set.
     """
-    walk, subject = Walk(bench, aged=aged), bench.subject
+    walk = Walk(bench, aged=aged)
     counter_by_name = {name: subject.counter_of(bench, name) for name in bench.params}
     for step in range(steps):
         if aged and step == 1:
@@ -143,23 +144,27 @@ class Textbook:
         """Follow a walk param by param."""
         problems, ratios = [], [0.0]
         for name, param in walk.bench.params.items():
+            # What is kept in fewer bits than the param has can be no closer: whether that is close enough another check tells.
+            arithmetic = Arithmetic.of(max([param.dtype, *_kept_in(walk.bench, name)], key=unit_roundoff))
             hyper = hyper_of(self.rule, walk.bench.group_of(name), param.dtype)
-            state = self._new(param, hyper)
+            state = self._new(param, hyper, arithmetic)
             for number, taken in enumerate(walk.steps, start=1):
                 gradient = taken.gradients[name]
                 if gradient is None:
                     continue
-                expected, state = self._step(taken, name, gradient, state, hyper)
+                expected, state = self._step(taken, name, gradient, state, hyper, arithmetic)
                 far = worst(taken.after[name], expected)
+                if number < walk.judged_from:
+                    continue
                 ratios.append(far.ratio)
                 if far.ratio > 1:
                     problems.append(_far(name, number, far, taken.before[name]))
                     break
         return problems, max(ratios)
 
-    def _new(self, param: Tensor, hyper: Mapping[str, Any]) -> dict[str, Operand]:
+    def _new(self, param: Tensor, hyper: Mapping[str, Any], arithmetic: Arithmetic) -> dict[str, Operand]:
         """Return the state before the first step."""
-        arithmetic, made = Arithmetic.of(param.dtype), {}
+        made = {}
         for key, value in self.rule.init(param.detach().double(), hyper).items():
             if isinstance(value, Tensor):
                 made[key] = Operand(value, value.abs(), int(bool(value.any())), arithmetic)
@@ -168,15 +173,28 @@ class Textbook:
         return made
 
     def _step(
-        self, taken: Taken, name: str, gradient: Tensor, state: Mapping[str, Any], hyper: Mapping[str, Any]
+        self,
+        taken: Taken,
+        name: str,
+        gradient: Tensor,
+        state: Mapping[str, Any],
+        hyper: Mapping[str, Any],
+        arithmetic: Arithmetic,
     ) -> tuple[Expected, dict[str, Any]]:
         before = taken.before[name]
-        arithmetic = Arithmetic.of(before.dtype)
         dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
         theta, new = self.rule.step(
             arithmetic.exact(before.double()), arithmetic.exact(dense.double()), state, hyper, _COUNTS.exact(taken.count[name])
         )
         return Expected(theta.value.broadcast_to(before.shape), theta.bound.broadcast_to(before.shape)), new
+
+
+def _kept_in(bench: Bench, name: str) -> list[torch.dtype]:
+    """Return the dtypes of a param's state, but for what is a mere number."""
+    entries = [entry for owner, entry in bench.entries() if owner == name]
+    kept = [leaf for entry in entries for key, value in entry.items() if key != "step" for leaf in tree_leaves(value)]
+    ndim = min(bench.params[name].ndim, 1)
+    return [leaf.dtype for leaf in kept if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim >= ndim]
 
 
 def _far(name: str, step: int, far: Any, before: Tensor) -> Problem:
@@ -222,6 +240,7 @@ class OtherClass:
             (name, str(number)): _update(taken.before[name], after)
             for number, taken in enumerate(walk.steps, start=1)
             for name, after in taken.after.items()
+            if number >= walk.judged_from
         }
         expected = self._path(walk)
         judged = judge(found, expected)
@@ -256,7 +275,8 @@ class OtherClass:
             mine.put(taken.before)
             mine.step(taken.gradients)
             for name, param in mine.params.items():
-                path[name, str(number + 1)] = _update(taken.before[name], param.detach())
+                if number + 1 >= walk.judged_from:
+                    path[name, str(number + 1)] = _update(taken.before[name], param.detach())
         return path
 
 
@@ -306,7 +326,8 @@ def _bounds_nothing(found: Rule) -> bool:
     at = {"weight": matrix.float()}
     taken = Taken(at, at, {"weight": 1.0}, at)
     textbook = Textbook(found)
-    far, _ = textbook._step(taken, "weight", matrix, textbook._new(matrix.float(), hyper), hyper)
+    arithmetic = Arithmetic.of(torch.float32)
+    far, _ = textbook._step(taken, "weight", matrix, textbook._new(matrix, hyper, arithmetic), hyper, arithmetic)
     return not math.isfinite(float(far.bound.max()))
 
 
@@ -315,8 +336,6 @@ def _torch_classes() -> list[type]:
 
 
 def _by_class(asked: Any, subject: Subject) -> OtherClass:
-    from truestep.optimizers.conformance.subject import subject_of  # a reference is a subject of its own
-
     target, own = target_of(asked, {})
     accepted = arguments(target)
     shared = {key: value for key, value in subject.way.settings.items() if accepted is None or key in accepted}

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from typing import Final
 
+from truestep.optimizers.conformance.given import gradients
+from truestep.optimizers.conformance.problem import NotApplicable
 from truestep.optimizers.conformance.reference import SMALL, Reference, demand_agreement, walked
-from truestep.optimizers.conformance.subject import Case, NotApplicable, Subject, gradients
+from truestep.optimizers.conformance.subject import Case, Subject
 
 STEPS: Final = 4
 DECAY: Final = 0.25
+LARGE: Final = 64.0  # moments without corrections begin small: gradients so large that eps does not show beside them
 
 
 def young_updates(case: Case) -> str:
     """The first updates, by its own counter's word for which they are."""
     subject, held = case.subject, _given(case)
     bench = subject.bench(size=SMALL).set(weight_decay=0.0)
-    return demand_agreement(held, walked(bench, STEPS), "the first updates")
+    return demand_agreement(held, walked(subject, bench, STEPS), "the first updates")
 
 
 def late_updates(case: Case) -> str:
@@ -27,7 +30,9 @@ def late_updates(case: Case) -> str:
     subject, held = case.subject, _given(case)
     _counted(subject)
     bench = subject.bench(size=SMALL).set(weight_decay=0.0)
-    return demand_agreement(held, walked(bench, STEPS, aged=True), "the late updates")
+    start = bench.values()
+    walk = walked(subject, bench, STEPS, aged=True, given=lambda step: gradients(start, step, times=LARGE))
+    return demand_agreement(held, walk, "the late updates")
 
 
 def eps(case: Case) -> str:
@@ -37,7 +42,7 @@ def eps(case: Case) -> str:
         raise NotApplicable(f"{held.name} has no eps")
     bench = subject.bench(size=SMALL).set(weight_decay=0.0)
     start = bench.values()
-    walk = walked(bench, STEPS, aged=bool(subject.counters), given=lambda step: gradients(start, step, decades=True))
+    walk = walked(subject, bench, STEPS, aged=bool(subject.counters), given=lambda step: gradients(start, step, decades=True))
     return demand_agreement(held, walk, "the updates by tiny gradients")
 
 
@@ -47,7 +52,7 @@ def decay(case: Case) -> str:
     if not subject.has("weight_decay") or "weight_decay" not in held.hyper(subject.usual):
         raise NotApplicable("its groups, or the reference, have no weight_decay")
     bench = subject.bench().set(weight_decay=DECAY)
-    walk = walked(bench, STEPS, aged=bool(subject.counters))
+    walk = walked(subject, bench, STEPS, aged=bool(subject.counters))
     return demand_agreement(held, walk, f"the updates with weight_decay={DECAY}")
 
 

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from truestep.optimizers.conformance.answer import answered, line_of
 from truestep.optimizers.conformance.checks import CHECKS, Check
+from truestep.optimizers.conformance.problem import Failed, NotApplicable, Problem, first_line
 from truestep.optimizers.conformance.reference import reference_of
 from truestep.optimizers.conformance.report import OptimizerReport, Outcome, Row
-from truestep.optimizers.conformance.subject import Case, Failed, NotApplicable, Problem, first_line, subject_of
+from truestep.optimizers.conformance.subject import Case, subject_of
 from truestep.optimizers.probe.build import name_of, target_of
 from truestep.optimizers.probe.probing import probe
 from truestep.optimizers.probe.quiet import quiet
@@ -171,7 +172,7 @@ def _told(problem: Problem) -> str:
 def _explained(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with those that follow from a failed one saying so: from the one that it all begins with."""
     failed = {row.name for row in rows if row.outcome == "failed"}
-    because = {name: _root(name, failed) for name in failed}
+    because = {row.name: _root(row.name, failed) for row in rows if row.outcome in ("failed", "warning")}
     return [
         replace(
             row,

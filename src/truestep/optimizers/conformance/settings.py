@@ -9,19 +9,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from truestep.optimizers.conformance.bench import PARAM, Bench, Slots
 from truestep.optimizers.conformance.compare import demand_same
-from truestep.optimizers.conformance.subject import (
-    PARAM,
-    Bench,
-    Case,
-    Failed,
-    NotApplicable,
-    Problem,
-    Slots,
-    Subject,
-    first_line,
-    start,
-)
+from truestep.optimizers.conformance.given import start
+from truestep.optimizers.conformance.problem import Failed, NotApplicable, Problem, first_line
+from truestep.optimizers.conformance.subject import Case, Subject
 from truestep.words.names import OPTIMIZER_SLOT
 
 STEPS: Final = 3

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
 from torch import Tensor
 
+from truestep.optimizers.conformance.bench import PARAM, Bench, Slots
 from truestep.optimizers.conformance.compare import demand_same
+from truestep.optimizers.conformance.given import Gradients, gradients, start
+from truestep.optimizers.conformance.problem import Failed, NotApplicable, Problem, first_line
 from truestep.optimizers.conformance.reference import SMALL, Textbook, demand_agreement, walked
-from truestep.optimizers.conformance.subject import (
-    PARAM,
-    Bench,
-    Case,
-    Failed,
-    NotApplicable,
-    Problem,
-    Slots,
-    Subject,
-    first_line,
-    gradients,
-    start,
-)
+from truestep.optimizers.conformance.subject import Case, Subject
 from truestep.optimizers.probe.build import arguments
 
 STEPS: Final = 3
@@ -115,7 +107,7 @@ def non_contiguous(case: Case) -> str:
 def _laid(subject: Subject, values: Mapping[str, Tensor], lays: tuple[Lay, Lay]) -> Bench:
     bench = subject.bench({name: lays[0](value) for name, value in values.items()})
     for step in range(subject.short(STEPS)):
-        bench.step({name: lays[1](gradient) for name, gradient in gradients(values, step).items()})
+        bench.step(_given(values, lays[1], step))
     return bench
 
 
@@ -129,19 +121,23 @@ def fused_strides(case: Case) -> str:
     told = ""
     for what, lays in _LAYS.items():
         laid = {name: lays[0](value) for name, value in values.items()}
+        given = functools.partial(_given, values, lays[1])
         try:
             bench = subject.bench(laid, fused=True)
-            bench.step({name: lays[1](gradient) for name, gradient in gradients(values, 0).items()})
+            bench.step(given(0))
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise NotApplicable(f"its fused kernel is refused: {first_line(error)}") from error
         fix = "Hand it gradients of the param's strides, or use foreach=True."
         if isinstance(reference, Textbook):
-            again = subject.bench(laid, fused=True)
-            walk = walked(again, STEPS, given=lambda step, lay=lays[1]: {n: lay(g) for n, g in gradients(values, step).items()})  # type: ignore[misc]
+            walk = walked(subject, subject.bench(laid, fused=True), STEPS, given=given)
             told = demand_agreement(reference, walk, f"the update, with {what},", fix)
         else:
             told = _demand_plain(subject, values, bench, what, fix)
     return told
+
+
+def _given(values: Mapping[str, Tensor], lay: Lay, step: int) -> Gradients:
+    return {name: lay(gradient) for name, gradient in gradients(values, step).items()}
 
 
 def _demand_plain(subject: Subject, values: Mapping[str, Tensor], bench: Bench, what: str, fix: str) -> str:

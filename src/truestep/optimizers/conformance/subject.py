@@ -1,8 +1,7 @@
 """The optimizer under check: how it is made, over which params, and stepped by which gradients.
 
-A *subject* is a class or function with its settings, and the params that it was seen to take. A *bench* is one optimizer of the
-subject over params of its own. Params, gradients and random numbers of a bench depend on names and steps alone, so that two
-benches that do the same end bit for bit alike.
+A *subject* is a class or function with its settings, and the params that it was seen to take. It makes benches, and remembers
+what was measured once for many checks.
 """
 
 from __future__ import annotations
@@ -10,25 +9,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from truestep.optimizers.conformance.bench import PARAM, Bench, numbered
+from truestep.optimizers.conformance.given import Shapes, gradients, start
+from truestep.optimizers.conformance.problem import NotApplicable, first_line
 from truestep.optimizers.probe import plan as probed
 from truestep.optimizers.probe.build import Target, Way, name_of, target_of, ways_of
 from truestep.optimizers.probe.ground import find_ground
-from truestep.optimizers.probe.plan import Shape, subjects_of, with_companions
+from truestep.optimizers.probe.plan import subjects_of, with_companions
 from truestep.state.view import SlotId
 from truestep.words.errors import UnsupportedError
 from truestep.words.names import OPTIMIZER_SLOT, group_slot
 
-Shapes: TypeAlias = Mapping[str, Shape]
-Gradients: TypeAlias = Mapping[str, "Tensor | None"]
-Slots: TypeAlias = dict[SlotId, Any]
-
-PARAM: Final = "param"
-BOWL: Final = 0.25  # how steep the quadratic is whose gradient a closure adds: its minimum lies at zero
 FEW_EVALUATIONS: Final = 2
 COUPLING_STEPS: Final = 12
 
@@ -78,7 +74,8 @@ class Subject:
             settings: Over those of the subject.
         """
         values = start(self.shapes, dtype=dtype, size=size) if named is None else named
-        return Bench(self, {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}, groups, settings)
+        params = {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}
+        return Bench(self.way, params, sparse=self.sparse, groups=groups, settings=settings)
 
     def short(self, steps: int) -> int:
         """Return how many steps to take where others take so many: fewer, where each is many evaluations of a closure."""
