@@ -20,7 +20,6 @@ NAMES = [
     "CheckpointError",
     "Finding",
     "GuardError",
-    "OptimizerReport",
     "Report",
     "Slot",
     "StateView",
@@ -29,10 +28,7 @@ NAMES = [
     "VerifyError",
     "WindowError",
     "__version__",
-    "check_optimizer",
     "inspect",
-    "optimizer_checks",
-    "references",
     "verify",
 ]
 PACKAGES = ["truestep", *(found.name for found in pkgutil.walk_packages(truestep.__path__, "truestep.") if found.ispkg)]

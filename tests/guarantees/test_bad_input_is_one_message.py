@@ -3,6 +3,7 @@
 Most cases run in this process, on one pool of ranks; those that are about processes start the command line in one of its own.
 """
 
+# size: one table of bad inputs, and the few cases that need a process of their own
 from __future__ import annotations
 
 import os
@@ -100,7 +101,10 @@ def failing(body, where="loss", after=0):
         (["--world-size", "two"], "Invalid value for '--world-size': expected a whole number above 0, found 'two'"),
         (["--micro-batches", "x"], "Invalid value for '--micro-batches': expected whole numbers above 0, found 'x'"),
         (["--micro-batches", "1,,4"], "expected names with commas between them, found '1,,4'"),
-        (["--json", "/no/such/folder/report.json"], "expected a file in a folder that exists, found '/no/such/folder/report.json'"),
+        (
+            ["--json", "/no/such/folder/report.json"],
+            "expected a file in a folder that exists, found '/no/such/folder/report.json'",
+        ),
         (["--json", "/"], "expected a file in a folder that exists, found '/'"),
         (["--no-such-option"], "No such option: --no-such-option"),
     ],
@@ -126,7 +130,10 @@ def test_a_wrong_option_is_refused_with_what_was_expected(args, expected, said, 
         ({"loss": "def loss(model): ..."}, "expected loss(model, batch), found loss(model). Change what it takes"),
         ({"batches": "batches = [1, 2]"}, "expected batches(dp_rank, dp_size), found a list. Make batches a function"),
         ({"tail": "max_norm = -1\n"}, "expected max_norm to be a number above 0, found -1"),
-        ({"tail": "def train_step(model, optimizer): ..."}, "expected train_step(model, optimizer, batches), found train_step(model"),
+        (
+            {"tail": "def train_step(model, optimizer): ..."},
+            "expected train_step(model, optimizer, batches), found train_step(model",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -171,7 +178,10 @@ ALIKE = {
         },
         "cannot be sent to the reference",
     ),
-    "a loss of many": ({"loss": "def loss(model, batch):\n    return model(batch)"}, "found one of shape (4, 3). Return its mean"),
+    "a loss of many": (
+        {"loss": "def loss(model, batch):\n    return model(batch)"},
+        "found one of shape (4, 3). Return its mean",
+    ),
     "a loss that is a number": ({"loss": failing("return model(batch).sum().item()")}, "found a float. Return the tensor itself"),
     "a detached loss": ({"loss": failing("return model(batch).sum().detach()")}, "found one that no gradient flows through"),
     "an optimizer that needs a closure": (
@@ -200,7 +210,10 @@ def test_a_named_optimizer_that_does_not_take_the_params_is_told_with_what_to_do
 
 
 RAISED = {
-    "the model": ({"model": failing("raise ValueError('no such layer')", "model")}, "ranks 0, 1 raised ValueError: no such layer"),
+    "the model": (
+        {"model": failing("raise ValueError('no such layer')", "model")},
+        "ranks 0, 1 raised ValueError: no such layer",
+    ),
     "the loss on one rank": (
         {"loss": failing("if rank() == 1: raise ValueError('a bad batch')", after=3)},
         "cell ddp x1: rank 1 raised ValueError: a bad batch; rank 0 was waiting in ",
@@ -226,10 +239,22 @@ def test_what_a_piece_raises_is_shown_from_the_users_own_line_on(case, said, rec
 
 
 GONE = {
-    "rank 1 is killed": ("if rank() == 1: os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL; rank 0 lost its connection to it"),
-    "the reference is killed": ("if rank() is None: os.kill(os.getpid(), 9)", "cell ddp x1: the reference was killed by SIGKILL."),
-    "rank 1 sleeps": ("if rank() == 1: time.sleep(1000)", "rank 1 gave no sign of life for 3 s: it waits in loss (recipe.py, line "),
-    "the reference sleeps": ("if rank() is None: time.sleep(1000)", "cell ddp x1: the reference gave no sign of life for 3 s: it"),
+    "rank 1 is killed": (
+        "if rank() == 1: os.kill(os.getpid(), 9)",
+        "rank 1 was killed by SIGKILL; rank 0 lost its connection to it",
+    ),
+    "the reference is killed": (
+        "if rank() is None: os.kill(os.getpid(), 9)",
+        "cell ddp x1: the reference was killed by SIGKILL.",
+    ),
+    "rank 1 sleeps": (
+        "if rank() == 1: time.sleep(1000)",
+        "rank 1 gave no sign of life for 3 s: it waits in loss (recipe.py, line ",
+    ),
+    "the reference sleeps": (
+        "if rank() is None: time.sleep(1000)",
+        "cell ddp x1: the reference gave no sign of life for 3 s: it",
+    ),
 }
 
 
@@ -313,10 +338,14 @@ def test_a_recipe_that_is_odd_but_sound_is_equal(case, said, recipe):
 def test_modules_beside_a_recipe_are_found_late_and_apart(said, recipe, tmp_path):
     late = "def loss(model, batch):\n    from beside import scale\n    return model(batch).pow(2).mean() * scale\n"
     for folder, scale in (("one", 2.0), ("two", 3.0)):
-        path = recipe(f"{folder}/same.py", head=PIECES["head"] + "\n        import beside\n", loss=late, tail="assert beside.scale")
+        path = recipe(
+            f"{folder}/same.py", head=PIECES["head"] + "\n        import beside\n", loss=late, tail="assert beside.scale"
+        )
         (tmp_path / folder / "beside.py").write_text(f"scale = {scale}\n")
         assert said(path, "--json", tmp_path / f"{folder}.json")[0] == 0
-    first = [__import__("json").loads((tmp_path / f"{name}.json").read_text())["cells"][0]["losses"][0] for name in ("one", "two")]
+    first = [
+        __import__("json").loads((tmp_path / f"{name}.json").read_text())["cells"][0]["losses"][0] for name in ("one", "two")
+    ]
     assert first[1] == pytest.approx(first[0] * 1.5)
 
 
@@ -360,9 +389,9 @@ def pids_of(text):
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():
             try:
-                if text.encode() in (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes():
-                    if (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                        found.append(int(folder.name))
+                holds = text.encode() in (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+                if holds and (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    found.append(int(folder.name))
             except OSError:
                 continue
     return found

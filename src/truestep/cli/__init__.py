@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typer import Typer
 
 # Command -> module of this package that holds a function of the same name. None of them loads torch before it runs.
-COMMANDS: Final = ("verify", "check_optimizer", "demo")
+COMMANDS: Final = ("verify", "demo")
 WRONG, INTERRUPTED, READER_GONE, ENDED = 2, 130, 141, 143
 LINGER_S: Final = 2.0
 
@@ -116,7 +116,7 @@ def app() -> Typer:
     start.__annotations__["context"] = typer.Context
     for command in COMMANDS:
         function = getattr(importlib.import_module(f"truestep.cli.{command}"), command)
-        made.command(command.replace("_", "-"))(_without_reader(function))
+        made.command(command)(_without_reader(function))
     return made
 
 
