@@ -57,6 +57,9 @@ class Fate:
     pickled: bytes | None = None
 
 
+_OURS: Final = "/truestep/verification/"
+
+
 def failure(what: str, fates: Sequence[Fate]) -> TrueStepError:
     """Return the one error for a run that failed.
 
@@ -85,9 +88,7 @@ def failure(what: str, fates: Sequence[Fate]) -> TrueStepError:
         ranks=tuple(sorted(fate.rank for fate in causes if fate.rank is not None)),
     )
     told = "; ".join(f"{names} {fate.told}" for names, fate in (*_alike(causes, "told"), *_alike(others, "told")))
-    # A stack says more than this line only where waiting itself is the failure.
-    briefly = [replace(fate, text="") if fate.kind == "waited" else fate for fate in others]
-    shown = [fate for fate in (*causes, *briefly, *(fate for fate in known if fate.kind == "finished")) if fate.text or fate.log]
+    shown = [fate for fate in (*causes, *others, *(fate for fate in known if fate.kind == "finished")) if fate.text or fate.log]
     sections = "".join(f"\n\n{_section(names, fate)}" for names, fate in _alike(shown, "told", "text", "log"))
     return VerifyError(f"{what}: {told}. {fix}{sections}", [finding])
 
@@ -180,7 +181,8 @@ def waiting(fate: Fate, dump: str, thread: int) -> Fate:
         return replace(fate, text="(it did not show its stack)")
     innermost = frames[-1]
     where = f"{innermost['function']} ({os.path.basename(innermost['file'])}, line {innermost['line']})"
-    stack = [f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' for frame in frames]
+    theirs = [frame for frame in frames if _OURS not in frame["file"]]  # what watches the loop is no part of the user's story
+    stack = [f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' for frame in theirs]
     return replace(fate, told=f"{fate.told} in {where}", text="\n".join(["Stack (most recent call last):", *stack]))
 
 

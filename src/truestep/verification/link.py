@@ -70,8 +70,8 @@ def send(connection: Connection, message: Any) -> None:
         torch.save(message, buffer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise VerifyError(
-            f"what this step made cannot be sent to the reference: {error}. Yield batches of tensors and plain data, of classes at "
-            "the top level of their module, and keep optimizer state so."
+            f"what this step made cannot be sent to the reference: {error}. Yield batches of tensors and plain data, of classes "
+            "at the top level of their module, and keep optimizer state so."
         ) from error
     try:
         connection.send_bytes(buffer.getbuffer())

@@ -66,7 +66,9 @@ def optimizer_maker(recipe: Recipe, named: str | None) -> MakeOptimizer:
         items = [item for _, item in slots.labelled_items(optimizer)]
         if not items or not all(hasattr(item, "step") and hasattr(item, "param_groups") for item in items):
             found = listed(dict.fromkeys(type(item).__name__ for item in items)) or "nothing"
-            raise VerifyError(f"recipe {recipe.name!r}: expected optimizer(named_params) to return one, or several; found {found}.")
+            raise VerifyError(
+                f"recipe {recipe.name!r}: expected optimizer(named_params) to return one, or several; found {found}."
+            )
         return optimizer
 
     return checked
@@ -82,8 +84,8 @@ def need_no_closure(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise UnsupportedError(
-                f"expected an optimizer that steps by itself, found {type(optimizer).__name__}, whose step needs a closure and runs "
-                "the model several times. Choose another with --optimizer."
+                f"expected an optimizer that steps by itself, found {type(optimizer).__name__}, whose step needs a closure and "
+                "runs the model several times. Choose another with --optimizer."
             )
 
 
