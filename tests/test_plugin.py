@@ -82,7 +82,7 @@ def test_tests_of_every_form_run_on_all_ranks(pytester: pytest.Pytester) -> None
         def test_unmarked_tests_run_here():
             assert "torch" not in sys.modules
     """)
-    result = pytester.runpytest("-W", "error", "--flavour", "sweet")
+    result = pytester.runpytest_subprocess("-W", "error", "--flavour", "sweet")
     result.assert_outcomes(passed=8)
 
 

@@ -280,33 +280,6 @@ def test_a_reader_that_goes_away_leaves_no_noise():
         assert process.wait() == 141
 
 
-def test_a_narrow_terminal_gets_whole_columns_the_verdict_among_them():
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=80, color_system=None)
-    about = {"backend": "accelerate-fsdp2", "optimizer": "adagrad", "world_size": 2, "micro_batches": 4}
-    with progress_shown(console) as show:
-        show(Event("cell", 0, 1, step=10, steps=10, result=Cell.judged([SUMMED], steps=10, **about), **about))
-    assert "…" not in stream.getvalue()
-    assert "different" in stream.getvalue()
-    assert "gradient/not-conserved" not in stream.getvalue()  # it is told in full below
-
-
-def test_a_run_that_fails_shows_its_cell_as_stopped_and_one_that_never_began_shows_nothing():
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=120, color_system=None)
-    with pytest.raises(VerifyError), progress_shown(console):
-        raise VerifyError("no such recipe")
-    assert stream.getvalue() == ""
-
-    def fail_when_begun():
-        with progress_shown(console) as show:
-            show(Event("start", 0, 2, steps=10, backend="ddp", world_size=2, micro_batches=1))
-            raise VerifyError("rank 1 died")
-
-    pytest.raises(VerifyError, fail_when_begun)
-    assert "stopped" in stream.getvalue()
-
-
 # -- help
 
 

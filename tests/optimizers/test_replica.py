@@ -1,5 +1,6 @@
 """A replica steps as its original would, bit for bit, and leaves it alone."""
 
+# size: one table of every torch.optim class, and what must hold for each
 from __future__ import annotations
 
 import copy

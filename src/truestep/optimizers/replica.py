@@ -224,7 +224,7 @@ def _quiet(cls: type) -> type:
 
 @contextlib.contextmanager
 def no_global_hooks() -> Iterator[None]:
-    """Step without torch's global step hooks; see the note above."""
+    """Put torch's global optimizer hooks aside for a while: they are not a replica's."""
     with _hooks_lock:
         aside = {name: getattr(torch_optimizer, name) for name in _GLOBAL_HOOKS}
         for name in _GLOBAL_HOOKS:

@@ -28,7 +28,7 @@ LOG_LINES: Final = 30
 _FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 TOLD_CHARACTERS: Final = 200
 
-# What runs a task: its frames say nothing of where the task is.
+# What runs a task: its frames around the task say nothing.
 _AROUND: Final = ("runpy>", "/threading.py", "/pytest_truestep.py")
 _LINK: Final = "/truestep/verification/link.py"
 _CONNECTION_LOST: Final = ("onnection reset by peer", "onnection closed by peer")  # as gloo says it
@@ -55,6 +55,9 @@ class Fate:
     text: str = ""
     log: str = ""
     pickled: bytes | None = None
+
+
+_OURS: Final = "/truestep/verification/"
 
 
 def failure(what: str, fates: Sequence[Fate]) -> TrueStepError:
@@ -178,12 +181,13 @@ def waiting(fate: Fate, dump: str, thread: int) -> Fate:
         return replace(fate, text="(it did not show its stack)")
     innermost = frames[-1]
     where = f"{innermost['function']} ({os.path.basename(innermost['file'])}, line {innermost['line']})"
-    stack = [f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' for frame in frames]
+    theirs = [frame for frame in frames if _OURS not in frame["file"]]  # what watches the loop is no part of the user's story
+    stack = [f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' for frame in theirs]
     return replace(fate, told=f"{fate.told} in {where}", text="\n".join(["Stack (most recent call last):", *stack]))
 
 
 def _frames(dump: str, thread: int) -> list[dict[str, str]]:
-    """Return the frames of the last stack of a thread, outermost first, without ours; all if it waits for the other side."""
+    """Return the frames of the last stack of a thread, outermost first, without those of the launcher around the task."""
     stacks: dict[int, list[dict[str, str]]] = {}
     current: list[dict[str, str]] = []
     for line in dump.splitlines():
@@ -194,8 +198,8 @@ def _frames(dump: str, thread: int) -> list[dict[str, str]]:
         elif frame:
             current.insert(0, frame.groupdict())
     frames = stacks.get(thread, [])
-    others = [frame for frame in frames if not _is_around(frame["file"])]
-    return others if others and not any(frame["file"].endswith(_LINK) for frame in frames) else frames
+    first = next((index for index, frame in enumerate(frames) if not _is_around(frame["file"])), None)
+    return frames if first is None or any(frame["file"].endswith(_LINK) for frame in frames[:first]) else frames[first:]
 
 
 def _is_around(file: str) -> bool:
