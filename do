@@ -23,6 +23,7 @@ usage: ./do CHORE [ARGS]
   docs      run every example in README.md, docs/ and docstrings
   bench     run the benchmarks (ARGS: names of files in benchmarks/)
   matrix    verify the full product of factors, resumable, one JSON line a cell
+  who       predict every optimizer class on every backend, measure some, write docs/matrix.md; resumable
   setup     only set up
 END
 }
@@ -90,10 +91,10 @@ bench() {
 chore="${1:-help}"
 (($# == 0)) || shift
 case "$chore" in
-    demo | test | check | lint | types | docs | bench | matrix | setup) ;;
+    demo | test | check | lint | types | docs | bench | matrix | who | setup) ;;
     help | -h | --help) usage && exit ;;
     *)
-        say "no chore $chore: expected one of demo test check lint types docs bench matrix setup"
+        say "no chore $chore: expected one of demo test check lint types docs bench matrix who setup"
         exit 2
         ;;
 esac
@@ -103,6 +104,7 @@ case "$chore" in
     demo) exec python -m truestep demo "$@" ;;
     test) exec python -m pytest "$@" ;;  # without ARGS: testpaths
     matrix) exec python -m truestep.verification.matrix "$@" ;;
+    who) exec python -m truestep.verification.who "$@" ;;
     setup) say "ready" ;;
     *) "$chore" "$@" ;;
 esac

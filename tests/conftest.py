@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch-extensions"))
+os.environ.setdefault("TRUESTEP_CACHE", str(ROOT / ".cache" / "truestep"))  # not the user's own
 
 # A shared machine is slow at times, which is no failure; the same examples every time, so that a red run can be run again.
 settings.register_profile("truestep", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -27,6 +27,7 @@ PRINTERS: Final = {
     "truestep/cli/": "the command line",
     "truestep/backends/zero_ops.py": "a chore of its own, run by ./do setup: the compiler takes a minute, and says so",
     "truestep/verification/matrix.py": "a chore of its own, run by ./do matrix",
+    "truestep/verification/who.py": "a chore of its own, run by ./do who",
 }
 WRITES: Final = {"print", *(f"sys.{stream}.{verb}" for stream in ("stdout", "stderr") for verb in ("write", "writelines"))}
 

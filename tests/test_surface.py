@@ -20,6 +20,8 @@ NAMES = [
     "CheckpointError",
     "Finding",
     "GuardError",
+    "OptimizerReport",
+    "Probe",
     "Report",
     "Slot",
     "StateView",
@@ -28,7 +30,11 @@ NAMES = [
     "VerifyError",
     "WindowError",
     "__version__",
+    "check_optimizer",
     "inspect",
+    "optimizer_checks",
+    "probe",
+    "references",
     "verify",
 ]
 PACKAGES = ["truestep", *(found.name for found in pkgutil.walk_packages(truestep.__path__, "truestep.") if found.ispkg)]
@@ -51,6 +57,7 @@ for found in pkgutil.walk_packages(truestep.__path__, "truestep."):
 for name in truestep.__all__:
     assert not isinstance(getattr(truestep, name), types.ModuleType), f"truestep.{name} became a submodule"
 assert type(truestep.verify) is types.FunctionType, truestep.verify
+assert type(truestep.probe) is types.FunctionType, truestep.probe
 """
 
 

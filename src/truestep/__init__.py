@@ -15,6 +15,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from truestep.backends.inspecting import inspect
+    from truestep.optimizers.conformance.report import OptimizerReport
+    from truestep.optimizers.conformance.run import check_optimizer, optimizer_checks
+    from truestep.optimizers.probe.probing import probe
+    from truestep.optimizers.probe.result import Probe
+    from truestep.optimizers.textbook.table import references
     from truestep.state.view import Slot, StateView
     from truestep.verification.report import Report
     from truestep.verification.verifying import verify
@@ -25,6 +30,8 @@ __all__ = [
     "CheckpointError",
     "Finding",
     "GuardError",
+    "OptimizerReport",
+    "Probe",
     "Report",
     "Slot",
     "StateView",
@@ -33,7 +40,11 @@ __all__ = [
     "VerifyError",
     "WindowError",
     "__version__",
+    "check_optimizer",
     "inspect",
+    "optimizer_checks",
+    "probe",
+    "references",
     "verify",
 ]
 
@@ -41,6 +52,8 @@ _MODULE_BY_NAME: Final = {
     "CheckpointError": "truestep.words.errors",
     "Finding": "truestep.words.finding",
     "GuardError": "truestep.words.errors",
+    "OptimizerReport": "truestep.optimizers.conformance.report",
+    "Probe": "truestep.optimizers.probe.result",
     "Report": "truestep.verification.report",
     "Slot": "truestep.state.view",
     "StateView": "truestep.state.view",
@@ -48,7 +61,11 @@ _MODULE_BY_NAME: Final = {
     "UnsupportedError": "truestep.words.errors",
     "VerifyError": "truestep.words.errors",
     "WindowError": "truestep.words.errors",
+    "check_optimizer": "truestep.optimizers.conformance.run",
     "inspect": "truestep.backends.inspecting",
+    "optimizer_checks": "truestep.optimizers.conformance.run",
+    "probe": "truestep.optimizers.probe.probing",
+    "references": "truestep.optimizers.textbook.table",
     "verify": "truestep.verification.verifying",
 }
 

@@ -1,6 +1,5 @@
 """The command line, against a labelled stand-in for `verify`: what it is asked, what is shown, which status comes back."""
 
-import io
 import json
 import os
 import subprocess
@@ -8,11 +7,9 @@ import sys
 import types
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from truestep.cli import COMMANDS, app, demo, display, run
-from truestep.cli.display import progress_shown
 from truestep.verification.report import Cell, Checks, Event, Report, no_checks, not_checked
 from truestep.words.errors import TrueStepError, UnsupportedError, VerifyError
 from truestep.words.finding import Finding
@@ -121,23 +118,6 @@ def test_elsewhere_than_on_a_terminal_there_is_a_plain_line_a_cell(capsys):
     assert err == "truestep: building an op\n"
 
 
-def test_a_terminal_gets_a_table_and_a_bar():
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=150, color_system=None)
-    about = {"backend": "zero3", "optimizer": "adagrad", "world_size": 2, "micro_batches": 4}
-    with progress_shown(console) as show:
-        show(Event("start", 0, 2, steps=10, **about))
-        show(Event("step", 0, 2, step=3, steps=10, **about))
-        assert "3/10" in stream.getvalue()
-        show(Event("cell", 0, 2, step=10, steps=10, result=Cell.judged([SUMMED], steps=10, **about), **about))
-        show(Event("message", text="one moment"))
-    shown = stream.getvalue()
-    assert "cell 1 of 2" in shown
-    assert "50%" in shown
-    assert "one moment" in shown
-    assert "different" in shown.rpartition("zero3")[2]
-
-
 def test_a_difference_is_told_with_where_why_and_what_to_do(fake, capsys):
     fake.findings_by_backend["fsdp2"] = [SUMMED, SUMMED]
     assert run(["verify", "--micro-batches", "4"]) == 1
@@ -154,14 +134,6 @@ def test_a_difference_is_told_with_where_why_and_what_to_do(fake, capsys):
         "verdict: different (cells: 1 equal, 1 different)",
     ):
         assert line in out.splitlines()
-
-
-def test_long_texts_wrap_under_themselves_on_a_terminal_and_nowhere_else():
-    text = "nine words of this sentence go into the second line"
-    assert display.entry("found", text, None) == f"  found    {text}"
-    first, second = display.entry("found", text, 48).splitlines()
-    assert (first[:11], second[:11].strip()) == ("  found    ", "")
-    assert f"{first[11:]} {second.strip()}" == text
 
 
 def test_what_was_not_checked_is_status_3_until_allowed(fake, capsys):

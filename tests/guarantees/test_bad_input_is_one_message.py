@@ -1,69 +1,18 @@
 """Whatever is wrong with the input: one clear message, the right exit status, no traceback of ours, nothing left behind.
 
-Most cases run in this process, on one pool of ranks; those that are about processes start the command line in one of its own.
+All cases run in this process, on one pool of ranks; `test_stopped_runs_leave_nothing.py` has those that are about processes.
 """
 
 # size: one table of bad inputs, and the few cases that need a process of their own
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from truestep.cli import run
 from truestep.verification import launch
-
-PIECES = {
-    "head": """
-        import os, sys, time
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-
-        def rank():
-            return dist.get_rank() if dist.is_initialized() else None  # None: the reference
-
-        calls = 0
-    """,
-    "model": """
-        def model():
-            return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    """,
-    "optimizer": """
-        def optimizer(named_params):
-            return torch.optim.AdamW([param for _, param in named_params], lr=0.01)
-    """,
-    "batches": """
-        def batches(dp_rank, dp_size):
-            draw = torch.Generator().manual_seed(7 + dp_rank)
-            while True:
-                yield torch.randn(4, 5, generator=draw)
-    """,
-    "loss": """
-        def loss(model, batch):
-            return model(batch).pow(2).mean()
-    """,
-    "tail": "",
-}
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    """Write a recipe with some of its pieces replaced."""
-
-    def write(name="recipe.py", **pieces):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(textwrap.dedent(text) for text in {**PIECES, **pieces}.values()))
-        return path
-
-    return write
 
 
 @pytest.fixture
@@ -76,13 +25,6 @@ def said(capfd):
         return (status, *capfd.readouterr())
 
     return verify
-
-
-def failing(body, where="loss", after=0):
-    """A loss, or another piece, with `body` before its own."""
-    heads = {"loss": "def loss(model, batch):", "model": "def model():"}
-    rest = {"loss": "return model(batch).pow(2).mean()", "model": "return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))"}
-    return f"{heads[where]}\n    global calls\n    calls += 1\n    if calls > {after}:\n        {body}\n    {rest[where]}\n"
 
 
 # -- what is wrong before anything runs
@@ -99,6 +41,7 @@ def failing(body, where="loss", after=0):
         (["--steps", "0"], "Invalid value for '--steps': expected a whole number above 0, found '0'"),
         (["--world-size", "0"], "Invalid value for '--world-size': expected a whole number above 0, found '0'"),
         (["--world-size", "two"], "Invalid value for '--world-size': expected a whole number above 0, found 'two'"),
+        (["--timeout", "0"], "Invalid value for '--timeout': expected seconds, 1 or more, found '0'"),
         (["--micro-batches", "x"], "Invalid value for '--micro-batches': expected whole numbers above 0, found 'x'"),
         (["--micro-batches", "1,,4"], "expected names with commas between them, found '1,,4'"),
         (
@@ -182,8 +125,8 @@ ALIKE = {
         {"loss": "def loss(model, batch):\n    return model(batch)"},
         "found one of shape (4, 3). Return its mean",
     ),
-    "a loss that is a number": ({"loss": failing("return model(batch).sum().item()")}, "found a float. Return the tensor itself"),
-    "a detached loss": ({"loss": failing("return model(batch).sum().detach()")}, "found one that no gradient flows through"),
+    "a loss that is a number": ({"in_loss": "return model(batch).sum().item()"}, "found a float. Return the tensor itself"),
+    "a detached loss": ({"in_loss": "return model(batch).sum().detach()"}, "found one that no gradient flows through"),
     "an optimizer that needs a closure": (
         {"optimizer": "def optimizer(named_params):\n    return torch.optim.LBFGS([param for _, param in named_params])"},
         "expected an optimizer that steps by itself, found LBFGS",
@@ -211,18 +154,18 @@ def test_a_named_optimizer_that_does_not_take_the_params_is_told_with_what_to_do
 
 RAISED = {
     "the model": (
-        {"model": failing("raise ValueError('no such layer')", "model")},
+        {"in_model": "raise ValueError('no such layer')"},
         "ranks 0, 1 raised ValueError: no such layer",
     ),
     "the loss on one rank": (
-        {"loss": failing("if rank() == 1: raise ValueError('a bad batch')", after=3)},
+        {"in_loss": "if rank() == 1: raise ValueError('a bad batch')", "after": 3},
         "cell ddp x1: rank 1 raised ValueError: a bad batch; rank 0 was waiting in ",
     ),
     "the loss in one process": (
-        {"loss": failing("if rank() is None: raise ValueError('only here')", after=3)},
+        {"in_loss": "if rank() is None: raise ValueError('only here')", "after": 3},
         "cell ddp x1: the reference raised ValueError: only here",
     ),
-    "sys.exit": ({"loss": failing("if rank() == 1: sys.exit(3)", after=3)}, "rank 1 called sys.exit(3)"),
+    "sys.exit": ({"in_loss": "if rank() == 1: sys.exit(3)", "after": 3}, "rank 1 called sys.exit(3)"),
 }
 
 
@@ -261,7 +204,7 @@ GONE = {
 @pytest.mark.parametrize("case", GONE)
 def test_a_process_that_is_gone_or_hangs_is_named_within_the_time_limit(case, said, recipe):
     body, expected = GONE[case]
-    status, out, err = said(recipe(loss=failing(body, after=3)), "--timeout", "3")
+    status, out, err = said(recipe(in_loss=body, after=3), "--timeout", "3")
     assert (status, out) == (2, "")
     assert expected in err.splitlines()[0]
     assert err.count("truestep: error: ") == 1
@@ -271,21 +214,21 @@ def test_a_process_that_is_gone_or_hangs_is_named_within_the_time_limit(case, sa
 
 
 def test_a_loss_that_is_not_finite_is_not_called_equal(said, recipe):
-    status, out, _ = said(recipe(loss=failing("return model(batch).sum() * float('nan')")))
+    status, out, _ = said(recipe(in_loss="return model(batch).sum() * float('nan')"))
     assert status == 3
     assert "a loss is not finite: from here on NaN and infinity are compared with themselves" in out
 
 
 def test_a_model_that_differs_from_call_to_call_is_told_of(said, recipe):
-    status, out, _ = said(recipe(model=failing("torch.seed()", "model")))
+    status, out, _ = said(recipe(in_model="torch.seed()"))
     assert status == 0
     assert out.count("warning: verify/model-differs 0.weight on rank 0, 1: expected model() to make the same values") == 1
 
 
 ODD = {
-    "it prints a lot": {"loss": failing("print('x' * 100_000); print('\\n' * 5_000, file=sys.stderr)")},
-    "it forks": {"loss": failing("os.fork() or os._exit(0)")},
-    "a process that it forked stays": {"loss": failing("os.fork() or (time.sleep(1000), os._exit(0))", after=3)},
+    "it prints a lot": {"in_loss": "print('x' * 100_000); print('\\n' * 5_000, file=sys.stderr)"},
+    "it forks": {"in_loss": "os.fork() or os._exit(0)"},
+    "a process that it forked stays": {"in_loss": "os.fork() or (time.sleep(1000), os._exit(0))", "after": 3},
     "lengths differ": {
         "batches": """
             def batches(dp_rank, dp_size):
@@ -335,12 +278,10 @@ def test_a_recipe_that_is_odd_but_sound_is_equal(case, said, recipe):
     assert out.splitlines()[-1] == "verdict: equal (cells: 1 equal)"
 
 
-def test_modules_beside_a_recipe_are_found_late_and_apart(said, recipe, tmp_path):
+def test_modules_beside_a_recipe_are_found_late_and_apart(said, recipe, sound_pieces, tmp_path):
     late = "def loss(model, batch):\n    from beside import scale\n    return model(batch).pow(2).mean() * scale\n"
     for folder, scale in (("one", 2.0), ("two", 3.0)):
-        path = recipe(
-            f"{folder}/same.py", head=PIECES["head"] + "\n        import beside\n", loss=late, tail="assert beside.scale"
-        )
+        path = recipe(f"{folder}/same.py", head=sound_pieces["head"] + "import beside\n", loss=late, tail="assert beside.scale")
         (tmp_path / folder / "beside.py").write_text(f"scale = {scale}\n")
         assert said(path, "--json", tmp_path / f"{folder}.json")[0] == 0
     first = [
@@ -371,32 +312,6 @@ def test_nothing_is_left_behind():
     assert wait_until_gone(template.process.pid)
 
 
-# -- processes of their own
-
-
-def start(args, folder, code=None, **settings):
-    """Start a command line, or Python code, in a process group of its own."""
-    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "truestep", *args]
-    environ = {**os.environ, "COLUMNS": "80", **settings}
-    return subprocess.Popen(
-        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def pids_of(text):
-    """Return the processes whose command line or environment holds a text, apart from this one."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
-            try:
-                holds = text.encode() in (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
-                if holds and (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                    found.append(int(folder.name))
-            except OSError:
-                continue
-    return found
-
-
 def wait_until_gone(pid, seconds=5.0):
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -406,70 +321,3 @@ def wait_until_gone(pid, seconds=5.0):
             return True
         time.sleep(0.05)
     return False
-
-
-STOPS = {
-    "Ctrl-C": (signal.SIGINT, True, 130, "truestep: interrupted\n"),
-    "SIGINT to the parent alone": (signal.SIGINT, False, 130, "truestep: interrupted\n"),
-    "SIGTERM": (signal.SIGTERM, False, 143, "truestep: told to end\n"),
-    "SIGKILL": (signal.SIGKILL, False, -9, ""),
-}
-
-
-@pytest.mark.parametrize("case", STOPS)
-def test_a_run_that_is_stopped_leaves_no_process_and_says_so(case, recipe, tmp_path):
-    number, to_group, status, message = STOPS[case]
-    path = recipe(loss=failing(f"open({str(tmp_path / 'at work')!r}, 'w').close(); time.sleep(1000)", after=3))
-    marker = f"MARK={tmp_path}"
-    with start(["verify", str(path), "--backend", "ddp"], tmp_path, MARK=str(tmp_path)) as process:
-        until = time.monotonic() + 60
-        while not (tmp_path / "at work").exists() and time.monotonic() < until and process.poll() is None:
-            time.sleep(0.05)
-        assert len(pids_of(marker)) >= 4  # the command line, the template, ranks, the reference
-        (os.killpg if to_group else os.kill)(process.pid, number)
-        out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, err) == (status, "", message)
-    until = time.monotonic() + 5
-    while (left := pids_of(marker)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not left
-
-
-def test_a_vendor_that_is_not_installed_is_told_with_the_extra(recipe, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Blocker:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('deepspeed', 'accelerate'):\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Blocker())\n"
-    )
-    code = (
-        "import sys\nfrom truestep.cli import run\n"
-        f"sys.exit([run(['verify', {str(recipe())!r}, '--backend', name]) for name in ('zero2', 'accelerate-ddp')] != [2, 2])"
-    )
-    with start([], tmp_path, code, PYTHONPATH=str(tmp_path)) as process:
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (0, "")
-    assert err.splitlines() == [
-        f"truestep: error: backend {name!r} needs {vendor}, which is not installed. Run: pip install 'truestep[{vendor}]'."
-        for name, vendor in (("zero2", "deepspeed"), ("accelerate-ddp", "accelerate"))
-    ]
-
-
-CALL = "import truestep as ts\nprint(ts.verify({recipe}, backend='ddp', steps=2).verdict)\n"
-
-
-def test_a_recipe_of_the_script_itself_is_loaded_by_the_ranks_or_told_what_it_lacks(recipe, tmp_path):
-    mine = "import sys\nmine = sys.modules[__name__]\n"
-    call = CALL.format(recipe="mine")
-    guarded = recipe("guarded.py", tail=f"{mine}if __name__ == '__main__':\n" + textwrap.indent(call, "    "))
-    bare = recipe("bare.py", tail=mine + call)
-    typed = "\n".join(textwrap.dedent(piece) for piece in PIECES.values()) + mine + call
-    done = [
-        subprocess.run([sys.executable, *args], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-        for args in ([guarded], [bare], ["-c", typed])
-    ]
-    assert (done[0].returncode, done[0].stdout) == (0, "equal\n")
-    assert "Put the call under: if __name__ == '__main__':" in done[1].stderr.splitlines()[-1]
-    assert "cannot be sent to rank processes: expected one that they can load by name" in done[2].stderr.splitlines()[-1]

@@ -24,7 +24,6 @@ from truestep.backends.session import TorchSession, coarsest, hooked, need_proce
 from truestep.words.errors import UnsupportedError
 from truestep.words.finding import listed
 from truestep.words.layout import Layout, Shard
-from truestep.words.names import clean, labelled
 from truestep.words.shards import Box
 
 NAMES = ("fsdp2",)
@@ -63,13 +62,7 @@ class ShardedSession(TorchSession):
     def params(self) -> list[tuple[str, nn.Parameter]]:
         """Return every param by name, sharded where FSDP has a record of it, whatever the module shows now."""
         sharded = {place: record.sharded_param for record in self._records() for place in places(record)}
-        return slots.first_names(
-            (labelled(label, clean(f"{prefix}.{own}" if prefix else own)), param)
-            for label, root in self._inner
-            for prefix, module in root.named_modules()
-            for own, shown in module._parameters.items()
-            if (param := sharded.get((id(module), own), shown)) is not None
-        )
+        return slots.registered(self._inner, sharded)
 
     def _records(self) -> list[Any]:
         return [record for group in self._groups() for record in group.fsdp_params]

@@ -20,13 +20,13 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from truestep.backends import slots
-from truestep.backends.base import Contract, Piece, SeeGradient, Settings, Undo
+from truestep.backends.base import Contract, SeeGradient, Settings, Undo
 from truestep.backends.blocks import blocks
 from truestep.backends.session import TorchSession, coarsest, need_process_group, removal
-from truestep.state.view import Slot, StateView
+from truestep.backends.slots import Place
+from truestep.state.view import Slot
 from truestep.words.errors import UnsupportedError
 from truestep.words.layout import Layout, Shard
-from truestep.words.names import clean, labelled
 from truestep.words.shards import runs
 
 NAMES = ("fsdp1",)
@@ -83,27 +83,17 @@ class FlatSession(TorchSession):
     def params(self) -> list[tuple[str, nn.Parameter]]:
         """Return every original param by name, whatever the module shows now."""
         original = {(id(found.module), found.own): found.param for found in self.ranges()}
-        return slots.first_names(
-            (labelled(label, clean(f"{prefix}.{own}" if prefix else own)), param)
-            for label, root in self._inner
-            for prefix, module in root.named_modules()
-            for own, shown in module._parameters.items()
-            if (param := original.get((id(module), own), shown)) is not None
-        )
+        return slots.registered(self._inner, original)
 
-    def view(self) -> StateView:
-        """Return all slots, live; those of a param in its own coordinates."""
-        place_by_id = {id(found.param): found.place for found in self.ranges()}
-        params, optimizers = self.params(), self._labelled_optimizers
-        found: list[Slot] = []
-        for name, param in params:
-            found += slots.param_slots(name, param, optimizers, place_by_id.get(id(param), slots.replica))
-        order = {name: place for place, (name, _) in enumerate(params)}
-        found = sorted([*found, *self._elsewhere(found)], key=lambda slot: order[slot.name])
-        for label, optimizer in optimizers:
-            found += slots.group_slots(optimizer, label)
-            found += slots.optimizer_slots(optimizer, label)
-        return StateView(found, slots.orphans(self.optimizers, [param for _, param in params]))
+    def _places(self) -> Callable[[Tensor], Place]:
+        """Return the place of each param: its own flat range."""
+        place_by_id: dict[int, Place] = {id(found.param): found.place for found in self.ranges()}
+        return lambda param: place_by_id.get(id(param), self._place)
+
+    def _param_slots(self) -> list[Slot]:
+        found = super()._param_slots()
+        order = {name: place for place, (name, _) in enumerate(self.params())}
+        return sorted([*found, *self._elsewhere(found)], key=lambda slot: order[slot.name])
 
     def _elsewhere(self, found: Sequence[Slot]) -> list[Slot]:
         """Return empty slots for the state of params of which nothing is here, and which therefore were never stepped here.
@@ -155,24 +145,6 @@ class FlatSession(TorchSession):
         # module, so every unit looks at all of them.
         inner = [unit._fsdp_wrapped_module for root in self.modules() for unit in units(root)]
         return self._kept(removal([module.register_forward_pre_hook(hook) for module in inner]))
-
-    def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Piece | None]:
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        pieces = self.pieces(held)
-        name_by_id = {id(param): name for name, param in self.params()}
-        return {name_by_id[id(param)]: pieces.get(name_by_id[id(param)]) for param in held if id(param) in name_by_id}
-
-    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece]:
-        """Return copies of this rank's part of the gradients that some params have now, by name."""
-        range_by_id = {id(found.param): found for found in self.ranges()}
-        name_by_id = {id(param): name for name, param in self.params()}
-        result = {}
-        for param in held:
-            if id(param) in name_by_id and param.grad is not None:
-                found = range_by_id.get(id(param))
-                shard, local = found.place(param.grad) if found else slots.replica(param.grad)
-                result[name_by_id[id(param)]] = Piece(shard, tuple(tensor.clone() for tensor in local))
-        return result
 
     def _watch_clip(self, root: FullyShardedDataParallel) -> Undo:
         clip = root.clip_grad_norm_

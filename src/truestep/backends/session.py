@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from truestep.backends import slots
 from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Undo
 from truestep.backends.slots import Place
-from truestep.state.view import StateView
+from truestep.state.view import Slot, StateView
 from truestep.words.errors import UnsupportedError
 from truestep.words.finding import Finding
 
@@ -59,12 +59,19 @@ class TorchSession(ABC):
 
     def view(self) -> StateView:
         """Return all slots, live."""
-        params, optimizers, place = self.params(), self._labelled_optimizers, self._place
-        found = [slot for name, param in params for slot in slots.param_slots(name, param, optimizers, place)]
-        for label, optimizer in optimizers:
-            found += slots.group_slots(optimizer, label, place)
-            found += slots.optimizer_slots(optimizer, label, place)
-        return StateView(found, slots.orphans(self.optimizers, [param for _, param in params]))
+        found = self._param_slots()
+        for label, optimizer in self._labelled_optimizers:
+            found += slots.group_slots(optimizer, label, self._place)
+            found += slots.optimizer_slots(optimizer, label, self._place)
+        return StateView(found, slots.orphans(self.optimizers, [param for _, param in self.params()]))
+
+    def _param_slots(self) -> list[Slot]:
+        optimizers, place_of = self._labelled_optimizers, self._places()
+        return [slot for name, param in self.params() for slot in slots.param_slots(name, param, optimizers, place_of(param))]
+
+    def _places(self) -> Callable[[Tensor], Place]:
+        """Return, as of now, how tensors that are laid out like a param lie on this rank: ``param -> place``."""
+        return lambda param: self._place
 
     def identity(self) -> Identity:
         """Return who is who."""
@@ -118,22 +125,19 @@ class TorchSession(ABC):
         return self._kept(removal(handles))
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Piece | None]:
-        name_by_id = {id(param): name for name, param in self.params()}
-        held = [param for group in optimizer.param_groups for param in group["params"] if id(param) in name_by_id]
-        return {name_by_id[id(param)]: self.piece(param.grad) for param in held if param.requires_grad}
+        held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        name_by_id, pieces = {id(param): name for name, param in self.params()}, self.pieces(held)
+        return {name: pieces.get(name) for param in held if (name := name_by_id.get(id(param))) is not None}
 
-    def piece(self, gradient: Tensor | None) -> Piece | None:
-        """Return a copy of this rank's part of a gradient."""
-        if gradient is None:
-            return None
-        shard, local = self._place(gradient)
-        return Piece(shard, tuple(tensor.detach().clone() for tensor in local))
-
-    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece] | None:
+    def pieces(self, held: Sequence[Tensor]) -> dict[str, Piece]:
         """Return copies of this rank's part of the gradients that some params have now, by name."""
-        name_by_id = {id(param): name for name, param in self.params()}
-        gradients = {name_by_id[id(param)]: param.grad for param in held if id(param) in name_by_id}
-        return {name: piece for name, gradient in gradients.items() if (piece := self.piece(gradient)) is not None}
+        name_by_id, place_of = {id(param): name for name, param in self.params()}, self._places()
+        found = {}
+        for param in held:
+            if id(param) in name_by_id and param.grad is not None:
+                shard, local = place_of(param)(param.grad)
+                found[name_by_id[id(param)]] = Piece(shard, tuple(tensor.detach().clone() for tensor in local))
+        return found
 
     def clips(self) -> Iterator[tuple[float, Tensor]]:
         """Yield nothing: no engine clips here."""

@@ -58,6 +58,24 @@ def first_names(pairs: Any) -> list[tuple[str, nn.Parameter]]:
     return list(first.values())
 
 
+def registered(
+    roots: Sequence[tuple[str | None, nn.Module]], instead: Mapping[tuple[int, str], nn.Parameter]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the params of models by name, other ones where a vendor registers stand-ins while the modules run.
+
+    Args:
+        roots: ``(label, model)``.
+        instead: ``(id(module), own name) -> param`` to be taken in place of what the module shows now.
+    """
+    return first_names(
+        (labelled(label, clean(f"{prefix}.{own}" if prefix else own)), param)
+        for label, root in roots
+        for prefix, module in root.named_modules()
+        for own, shown in module._parameters.items()
+        if (param := instead.get((id(module), own), shown)) is not None
+    )
+
+
 def trainable(params: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
     """Return those that require a gradient: what a recipe's `optimizer` is given."""
     return [(name, param) for name, param in params if param.requires_grad]

@@ -23,8 +23,8 @@ from truestep.words.errors import TrueStepError
 if TYPE_CHECKING:
     from typer import Typer
 
-# Command -> module of this package that holds a function of the same name. None of them loads torch before it runs.
-COMMANDS: Final = ("verify", "demo")
+# Each has a module of this package with a function, both of its name with underscores. None loads torch before it runs.
+COMMANDS: Final = ("verify", "check-optimizer", "demo")
 WRONG, INTERRUPTED, READER_GONE, ENDED = 2, 130, 141, 143
 LINGER_S: Final = 2.0
 
@@ -84,7 +84,8 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
             return _wrong(f"this is a fault of truestep, {type(error).__name__}. Please report it with the lines above.")
         path = getattr(getattr(error, "ctx", None), "command_path", "truestep")
-        return _wrong(f"{error.format_message().removesuffix('.')}. Try '{path} --help'.")
+        text = error.format_message()
+        return _wrong(f"{text}{'' if text.endswith(('.', '?')) else '.'} Try '{path} --help'.")
     if status == INTERRUPTED:
         say("truestep: interrupted")
     return int(status or 0)
@@ -115,7 +116,8 @@ def app() -> Typer:
     # typer reads this annotation from the module's globals, where typer is not: it is imported here only.
     start.__annotations__["context"] = typer.Context
     for command in COMMANDS:
-        function = getattr(importlib.import_module(f"truestep.cli.{command}"), command)
+        name = command.replace("-", "_")
+        function = getattr(importlib.import_module(f"truestep.cli.{name}"), name)
         made.command(command)(_without_reader(function))
     return made
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from truestep.cli import leads, say
 from truestep.verification.report import COLUMNS, EXIT_STATUS, Cell, Event, Report, row_of, told
 
 Show: TypeAlias = Callable[[Event], None]
+RUNNING: Final = "..."
+SPARED: Final = ("first", "worst", "bounded", "bitwise", "seconds", "ranks", "steps")  # the findings are told below
 STYLES: Final = {"equal": "green", "different": "bold red", "not checked": "yellow"}
 
 
@@ -39,10 +41,16 @@ def progress_shown(console: Console) -> Iterator[Show]:
     """Give the function that shows the events of one verification."""
     if not leads():
         yield lambda event: None
-    elif console.is_terminal:
+    elif console.is_terminal and not console.is_dumb_terminal:
         # No refresh thread: rank processes are started from this one. Each event redraws.
-        with Live(console=console, auto_refresh=False) as live:
-            yield LiveTable(live)
+        table = LiveTable(Live(console=console, auto_refresh=False))
+        try:
+            yield table
+        except BaseException:
+            table.stopped()
+            raise
+        finally:
+            table.live.stop()
     else:
         yield lambda event: show_line(console, event)
 
@@ -72,24 +80,47 @@ class LiveTable:
 
     def __call__(self, event: Event) -> None:
         """Take in an event and redraw."""
+        self.live.start()  # Not before there is something to show: what is refused at once is told in one line.
         self.said = event.text
         if event.kind != "message":
             self.rows[event.cell] = row_of(event.result) if event.result else _running(event)
             done = event.cell + (1.0 if event.kind == "cell" else event.step / max(event.steps, 1))
             description = f"cell {event.cell + 1} of {event.cells}"
             self.bar.update(self.task, completed=done, total=event.cells, description=description)
+        self._draw()
+
+    def stopped(self) -> None:
+        """Show that the cell that was running has come to no verdict."""
+        for cell, row in self.rows.items():
+            self.rows[cell] = tuple("stopped" if text == RUNNING else text for text in row)
+        if self.live.is_started:
+            self._draw()
+
+    def _draw(self) -> None:
         self.live.update(Group(self._table(), Text(self.said, style="dim"), self.bar), refresh=True)
 
     def _table(self) -> Table:
-        table = Table(*COLUMNS, box=None, pad_edge=False)
-        for row in self.rows.values():
-            table.add_row(*(Text(text, style=STYLES.get(text, "")) for text in row))
+        rows = list(self.rows.values())
+        shown = columns_that_fit([COLUMNS, *rows], self.live.console.width)
+        table = Table(*(Column(COLUMNS[place], no_wrap=True) for place in shown), box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(Text(row[place], style=STYLES.get(row[place], "")) for place in shown))
         return table
+
+
+def columns_that_fit(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Return the places of the columns of a table that fit into a terminal: those of `SPARED` go first, in order."""
+    shown = list(range(len(COLUMNS)))
+    for name in SPARED:
+        if sum(max(len(row[place]) for row in rows) + 2 for place in shown) - 2 <= width:
+            break
+        shown.remove(COLUMNS.index(name))
+    return shown
 
 
 def _running(event: Event) -> tuple[str, ...]:
     known = (event.backend, event.optimizer, str(event.world_size), str(event.micro_batches), f"{event.step}/{event.steps}")
-    return (*known, "...") + ("",) * (len(COLUMNS) - len(known) - 1)
+    return (*known, RUNNING) + ("",) * (len(COLUMNS) - len(known) - 1)
 
 
 def print_report(report: Report) -> None:

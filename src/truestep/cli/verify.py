@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Final
@@ -27,18 +28,40 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """Return the time that a text says.
+
+    Raises:
+        BadParameter: If it is no number of at least 1.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 1 <= found < math.inf:
+        raise typer.BadParameter(f"expected seconds, 1 or more, found {str(text)!r}.")
+    return found
+
+
 def verify(
     recipe: Annotated[
-        str, typer.Argument(help=f"A built-in recipe ({', '.join(BUILT_IN)}), FILE.py, MODULE or MODULE:OBJECT.")
+        str,
+        typer.Argument(metavar="[RECIPE]", help=f"A built-in recipe ({', '.join(BUILT_IN)}), FILE.py, MODULE or MODULE:OBJECT."),
     ] = "bytes-gpt",
-    backend: Annotated[str, typer.Option(help="Backends, with commas between them.")] = "ddp,fsdp2",
+    backend: Annotated[
+        str, typer.Option(metavar="NAMES", help="Backends, with commas between; an unknown one lists all.")
+    ] = "ddp,fsdp2",
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="Classes of torch.optim in any case, or MODULE:OBJECT, with commas between.", show_default="the recipe's"
+            metavar="NAMES",
+            help="Classes of torch.optim in any case, or MODULE:OBJECT, with commas between.",
+            show_default="the recipe's",
         ),
     ] = None,
-    micro_batches: Annotated[str, typer.Option(help="Micro-batches of one optimizer step, with commas between.")] = "1",
+    micro_batches: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Micro-batches of one optimizer step, with commas between.")
+    ] = "1",
     world_size: Annotated[
         int | None,
         typer.Option(parser=whole_number, metavar="N", help="Ranks.", show_default=f"{DEFAULT_RANKS}, or those of torchrun"),
@@ -50,7 +73,9 @@ def verify(
         typer.Option(metavar="CODE", help="Let this stay unchecked, CODE[:PARAM], globs too; may be given again."),
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here as JSON.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a cell's ranks may keep silent.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(parser=seconds, metavar="SECONDS", help="That a cell's ranks may keep silent.")
+    ] = 120.0,
 ) -> None:
     """Prove that every optimizer step equals what one process does, or name the first thing that differs.
 

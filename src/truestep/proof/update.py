@@ -83,10 +83,10 @@ class UlpNoise(TorchDispatchMode):
         """Run the operation, then move what it wrote."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if name in _CASTS or not _is_exact(name):
-            written = _written(func._schema, args, kwargs, out)
-            if name in _CASTS:
+        writes = _writes(func)
+        if writes.is_cast or not writes.is_exact:
+            written = _written(writes, args, kwargs, out)
+            if writes.is_cast:
                 sources = [leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 written = [tensor for tensor in written if any(_loses(source, tensor.dtype) for source in sources)]
             for tensor in written:
@@ -107,7 +107,8 @@ class UlpNoise(TorchDispatchMode):
         bits = tensor.detach().view(_BITS[tensor.element_size()])
         ulp = torch.randint(-1, 2, bits.shape, generator=generator, dtype=bits.dtype, device=bits.device)
         # The bits of a float order like its magnitude: one more is one ulp away from zero.
-        bits += ulp.masked_fill_((tensor == 0) | ~(tensor.abs() < torch.finfo(tensor.dtype).max), 0)
+        size = tensor.abs()
+        bits += ulp.mul_((size > 0) & (size < torch.finfo(tensor.dtype).max))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -115,20 +116,34 @@ class UlpNoise(TorchDispatchMode):
         return self._generators[device]
 
 
-@functools.cache
-def _is_exact(name: str) -> bool:
-    return _EXACT.fullmatch(name) is not None
+@dataclass(frozen=True)
+class _Writes:
+    """What an operation writes, by its schema: which arguments it changes, by place and name, and whether it makes new ones."""
+
+    is_cast: bool
+    is_exact: bool
+    changed: tuple[tuple[int, str], ...]
+    is_fresh: bool
 
 
-def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[Tensor]:
-    """Return what an operation made or changed; views of its inputs are neither."""
+@functools.cache  # asking a schema costs more than a small operation does
+def _writes(func: Any) -> _Writes:
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
     changed = [
-        kwargs.get(argument.name) if place >= len(args) else args[place]
+        (place, argument.name)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    is_fresh = all(returned.alias_info is None for returned in schema.returns)
+    return _Writes(name in _CASTS, _EXACT.fullmatch(name) is not None, tuple(changed), is_fresh)
+
+
+def _written(writes: _Writes, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[Tensor]:
+    """Return what an operation made or changed; views of its inputs are neither."""
+    changed = [kwargs.get(name) if place >= len(args) else args[place] for place, name in writes.changed]
     written = [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
-    if all(returned.alias_info is None for returned in schema.returns):
+    if writes.is_fresh:
         # Some operations hand an input back without saying so: moving that would move what was given.
         inputs = {_memory(leaf) for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)}
         written += [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and _memory(leaf) not in inputs]

@@ -259,7 +259,8 @@ def _findings_of(brought_by_rank: dict[int, Brought], world: int, timeout: float
 
 
 def _raised(rank: int, what: str, text: str) -> Finding:
-    return Finding("run/rank-raised", None, "error", expected=f"every rank to {what}", found=text, ranks=(rank,))
+    found = text.removesuffix(".")
+    return Finding("run/rank-raised", None, "error", expected=f"every rank to {what}", found=found, ranks=(rank,))
 
 
 def _missing(ranks: tuple[int, ...], what: str, timeout: float) -> Finding:

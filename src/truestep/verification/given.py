@@ -8,7 +8,8 @@ store, so that no rank waits for one that is gone:
     failed    there is such a fate that the others will not get past
     beat      rank 0 is there
     verdict   what all ranks return or raise; left by rank 0, after the reference
-    status    with which rank 0 leaves
+
+and, when they part, ``status``, with which rank 0 leaves, and ``RANK left``.
 
 Note: why the loop has a thread of its own
     A collective that waits for a rank that is gone cannot be interrupted. So the main thread only watches, and every rank ends in
@@ -43,15 +44,22 @@ TICK_S: Final = 0.05
 BEAT_S: Final = 1.0
 GONE_S: Final = 15.0  # rank 0, when its beat stops
 SLACK_S: Final = 10.0  # the reference may be silent for so much longer: a rank that hangs is to be told of by itself
-PARTING_S: Final = 30.0
+PARTING_S: Final = 30.0  # for rank 0 to say what there is to say
+LEAVING_S: Final = 2.0  # for another to read it
 
 Hear = Callable[[int], None]  # a step was judged; on rank 0 only
 
 
 @dataclass
 class Standing:
-    """Whether this process can take another cell."""
+    """What of this process outlives a cell.
 
+    Attributes:
+        parting: Where the ranks tell each other that they leave; None before they have joined.
+        stuck: A loop hangs here, so that no other cell can be taken.
+    """
+
+    parting: ranks.Board | None = None
     stuck: bool = False
 
 
@@ -74,6 +82,7 @@ def join(timeout: float, world_size: int, default: int) -> int:
     if STANDING.stuck:
         raise VerifyError("expected ranks at rest, found a loop of an earlier run that still hangs here. Start the ranks anew.")
     _patiently(lambda: ranks.join_launched(max(JOIN_S, 2 * timeout)))
+    STANDING.parting = STANDING.parting or ranks.Board()  # now: when ranks part, a new connection may wait for one that is gone
     count = ranks.count()
     if world_size not in (count, default):
         raise UnsupportedError(
@@ -135,8 +144,6 @@ def run(plan: CellPlan, timeout: float, hear: Hear) -> dict[str, Any]:
     finally:
         torch.set_num_threads(threads)
         restore_rng(states)
-        if rank == 0:
-            link.discard(where)
     if isinstance(outcome, TrueStepError):
         raise outcome
     told: dict[str, Any] = outcome
@@ -148,7 +155,7 @@ def _started(board: ranks.Board) -> link.Address | TrueStepError:
     found: link.Address | TrueStepError
     try:
         _patiently(lambda: launch.pool().start(None))
-        found = link.address()
+        found = link.address(launch.pool().folder)
     except TrueStepError as error:
         found = error
     board.post("link", pickle.dumps(found))
@@ -156,11 +163,9 @@ def _started(board: ranks.Board) -> link.Address | TrueStepError:
 
 
 def _posted(board: ranks.Board) -> Any:
-    until = time.monotonic() + START_S
-    while (note := board.read("link")) is None:
-        if time.monotonic() > until:
-            raise VerifyError(f"expected rank 0 to start the reference within {START_S:g} s, found nothing. Look at its output.")
-        time.sleep(TICK_S)
+    note = _in_time(board, "link", START_S)
+    if note is None:
+        raise VerifyError(f"expected rank 0 to start the reference within {START_S:g} s, found nothing. Look at its output.")
     return pickle.loads(note)
 
 
@@ -350,23 +355,33 @@ def _died(error: BaseException) -> bool:
 
 
 def part(status: int) -> int:
-    """Return the status with which all ranks leave: rank 0's. The others wait for it. Collective: every rank.
+    """Return the status with which all ranks leave: rank 0's. Collective: every rank, once.
 
-    A launcher ends all ranks as soon as one has ended with an error: rank 0 has to have said what there is to say.
+    A launcher ends all ranks as soon as one has ended with an error: so the others wait until rank 0 has said what there is to
+    say. And rank 0, whose process may hold the store, waits until they have read it.
     """
-    if not ranks.grouped():
+    board = STANDING.parting
+    if board is None:
         return status
     try:
-        board = ranks.Board()
-        if ranks.here() == 0:
-            board.post("status", pickle.dumps(status))
-            return status
-        until = time.monotonic() + PARTING_S
-        while (note := board.read("status")) is None and time.monotonic() < until:
-            time.sleep(TICK_S)
-        return status if note is None else int(pickle.loads(note))
+        if ranks.here() != 0:
+            note = _in_time(board, "status", PARTING_S)
+            board.post(f"{ranks.here()} left", b"")
+            return status if note is None else int(pickle.loads(note))
+        board.post("status", pickle.dumps(status))
+        for rank in range(1, ranks.count()):
+            if _in_time(board, f"{rank} left", LEAVING_S) is None:
+                break  # it is gone, or hangs
     except TrueStepError:
-        return status  # the store is gone, and rank 0 with it
+        pass  # the store is gone, and rank 0 with it
+    return status
+
+
+def _in_time(board: ranks.Board, key: str, seconds: float) -> bytes | None:
+    until = time.monotonic() + seconds
+    while (note := board.read(key)) is None and time.monotonic() < until:
+        time.sleep(TICK_S)
+    return note
 
 
 def end(status: int) -> NoReturn:

@@ -145,6 +145,13 @@ class Pool:
         self._lock = threading.RLock()
         self._owner = os.getpid()
 
+    @property
+    def folder(self) -> Path:
+        """A private folder, removed with the pool, or by the template where this process was killed."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="truestep-"))
+        return self._folder
+
     def __enter__(self) -> Pool:
         return self
 
@@ -225,15 +232,13 @@ class Pool:
             raise VerifyError("a pool of rank processes cannot be used after a fork. Make a new launch.Pool in the new process.")
         if self._template is not None and self._template.process.poll() is not None:
             self.close()
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="truestep-"))
         if self._template is None:
-            self._template = Template(self._folder)
+            self._template = Template(self.folder)
         crew = self._crews_by_world_size.get(world_size)
         if crew is None or not crew.alive():
             self._discard(world_size)
             self._make_room(world_size)
-            crew = self._crews_by_world_size[world_size] = Crew(self._template, self._folder, world_size)
+            crew = self._crews_by_world_size[world_size] = Crew(self._template, self.folder, world_size)
         crew.used = time.monotonic()
         return crew
 

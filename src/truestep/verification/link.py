@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import secrets
-import tempfile
+import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from truestep.words.errors import VerifyError
+
+PATH_BYTES: Final = 100  # a socket's path has room for little more
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,13 @@ class Address:
     key: bytes
 
 
-def address() -> Address:
-    """Return a fresh address in a private folder; `discard` removes it."""
-    return Address(str(Path(tempfile.mkdtemp(prefix="truestep-")) / "link"), secrets.token_bytes(32))
-
-
-def discard(where: Address) -> None:
-    """Remove the folder of an address."""
-    Path(where.path).unlink(missing_ok=True)
-    Path(where.path).parent.rmdir()
+def address(folder: Path) -> Address:
+    """Return a fresh address in a private folder, which is removed with all that is in it."""
+    name = f"{secrets.token_hex(4)}.link"
+    path = str(folder / name)
+    if len(os.fsencode(path)) > PATH_BYTES and sys.platform == "linux":
+        path = f"\0{folder.name}/{name}"  # a name without a file
+    return Address(path, secrets.token_bytes(32))
 
 
 def listen(where: Address) -> Listener:
@@ -70,8 +71,8 @@ def send(connection: Connection, message: Any) -> None:
         torch.save(message, buffer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise VerifyError(
-            f"what this step made cannot be sent to the reference: {error}. Yield batches of tensors and plain data, of classes "
-            "at the top level of their module, and keep optimizer state so."
+            f"what this step made cannot be sent to the reference: {error}. Yield batches of tensors and plain data, or of "
+            "classes at the top level of their module."
         ) from error
     try:
         connection.send_bytes(buffer.getbuffer())

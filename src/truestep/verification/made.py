@@ -66,9 +66,8 @@ def optimizer_maker(recipe: Recipe, named: str | None) -> MakeOptimizer:
         items = [item for _, item in slots.labelled_items(optimizer)]
         if not items or not all(hasattr(item, "step") and hasattr(item, "param_groups") for item in items):
             found = listed(dict.fromkeys(type(item).__name__ for item in items)) or "nothing"
-            raise VerifyError(
-                f"recipe {recipe.name!r}: expected optimizer(named_params) to return one, or several; found {found}."
-            )
+            expected = f"recipe {recipe.name!r}: expected optimizer(named_params) to return an optimizer, or several"
+            raise VerifyError(f"{expected}; found {found}.")
         return optimizer
 
     return checked

@@ -201,20 +201,18 @@ def _on_own_ranks(plan: CellPlan, timeout: float, hear: Hear) -> dict[str, Any]:
         if what == "judged":
             hear(step)
 
-    where = link.address()
-    try:
-        results = launch.pool().run(
-            CANDIDATE,
-            (plan, where),
-            world_size=plan.world_size,
-            reference_task=REFERENCE,
-            reference_args=(plan, where),
-            timeout=timeout,
-            progress=heard,
-            what=plan.title,
-        )
-    finally:
-        link.discard(where)
+    pool = launch.pool()
+    where = link.address(pool.folder)
+    results = pool.run(
+        CANDIDATE,
+        (plan, where),
+        world_size=plan.world_size,
+        reference_task=REFERENCE,
+        reference_args=(plan, where),
+        timeout=timeout,
+        progress=heard,
+        what=plan.title,
+    )
     told: dict[str, Any] = results.reference
     return told
 
