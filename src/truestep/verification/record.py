@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from truestep.backends.base import Contract, Identity, Piece, Session, Undo
 from truestep.state.view import Slot, SlotId, StateView
+from truestep.verification.own_shards import OnShards, ShardWatch
 from truestep.words.finding import Finding
 from truestep.words.names import group_slot
 
@@ -82,6 +83,7 @@ class StepRecord:
         after: The view right after the first step.
         identity: Who is who when the first step came.
         orphans: State keyed by no live param then.
+        on_shards: How fused and 16-bit steps agree with a replica on this rank's own shards.
         loss: What `train_step` returned.
     """
 
@@ -101,6 +103,7 @@ class StepRecord:
     identity: Identity | None = None
     orphans: tuple[tuple[str, tuple[str, ...]], ...] = ()
     contract: Contract = field(default_factory=Contract)
+    on_shards: OnShards = field(default_factory=OnShards)
     loss: float | None = None
 
 
@@ -121,9 +124,11 @@ class Recorder:
         self._forward_open = False
         self._in_backward = False
         self._reached: list[MicroBatch] = []
+        self._shards = ShardWatch(session.optimizers, session.identity().live)
         self._undo: list[Undo] = [
             session.hook_gradients(self._see_gradient),
             session.on_step(self._before_step, self._after_step),
+            self._shards.close,
             *(self._hook_forward(index, module) for index, module in enumerate(session.modules())),
         ]
 
@@ -147,6 +152,7 @@ class Recorder:
             yield record
         by_engine = [Clip(limit, norm.detach().cpu().clone(), None) for limit, norm in self._session.clips()]
         record.clips += by_engine[:1]  # of the first step, as `entering` is
+        record.on_shards = self._shards.take()
         if record.after is None:
             record.after = plain_copy(self._session.view())
         if record.identity is None:

@@ -185,7 +185,15 @@ class Reference:
         self._hyper_parameters(records[0], update)
         if not self.sheet.failed:
             self._updates.judge(self.sheet, update)
+            self._on_shards(records)
             self._copies(after)
+
+    def _on_shards(self, records: Sequence[StepRecord]) -> None:
+        """Fused and 16-bit steps agree, bit for bit, with a replica on each rank's own shards."""
+        for record in records:
+            self.sheet.bitwise("update", record.on_shards.bitwise)
+            for finding in record.on_shards.wrong:
+                self.sheet.add(dataclasses.replace(finding, ranks=(record.rank,)), "update")
 
     def _hyper_parameters(self, record: StepRecord, update: updates.Update) -> None:
         """Judge param groups as the step came; of a loop that sets them itself, without a schedule, as it found them."""
