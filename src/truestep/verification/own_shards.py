@@ -1,37 +1,43 @@
-"""Fused and 16-bit steps, run once more by a replica on this rank's own shards: there they must agree bit for bit.
+"""Element-wise steps, run once more by a replica on this rank's own shards: there they must agree bit for bit.
 
-Such kernels round by where an element lies in its tensor, so that on shards they need not end where a step on whole tensors does:
-the reference judges that within a bound. What the bound lets pass, a kernel that reads or writes the wrong elements of a shard, a
-wrapper that feeds it other operands, shows here.
+Fused and 16-bit kernels round by where an element lies in its tensor, so that on shards they need not end where a step on whole
+tensors does: the reference judges that within a bound. What the bound lets pass, a kernel that reads or writes the wrong elements
+of a shard, a wrapper that feeds it other operands, shows here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from truestep.backends import slots
 from truestep.backends.base import Undo
 from truestep.optimizers.replica import replica
 from truestep.state.digest import bitwise_equal
 from truestep.state.view import Slot
-from truestep.verification.rules import has_rule
+from truestep.verification.rules import is_element_wise
 from truestep.words.finding import Finding
 from truestep.words.layout import Shard
-
-NARROW_BYTES: Final = 2
 
 
 @dataclass
 class OnShards:
-    """What became of one rank's fused and 16-bit steps in one window: how many tensors agree, and which do not."""
+    """What became of one rank's steps in one window.
+
+    Attributes:
+        bitwise: How many tensors and numbers agree.
+        wrong: Which do not.
+        not_run: Why a replica could not step beside, where it could not.
+    """
 
     bitwise: int = 0
     wrong: list[Finding] = field(default_factory=list)
+    not_run: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +49,7 @@ class _Beside:
 
 
 class ShardWatch:
-    """Steps a replica beside each fused or 16-bit step of element-wise optimizers; changes nothing.
+    """Steps a replica beside each step of element-wise optimizers; changes nothing.
 
     Args:
         optimizers: The innermost ones, that step; ZeRO hands them flat pieces of several params.
@@ -54,7 +60,7 @@ class ShardWatch:
         self._name_by_id = name_by_id
         self._beside: dict[int, _Beside | None] = {}
         self._found = OnShards()
-        watched = [optimizer for optimizer in optimizers if has_rule(optimizer)]
+        watched = [optimizer for optimizer in optimizers if is_element_wise(optimizer)]
         self._undo: list[Undo] = [
             handle.remove
             for optimizer in watched
@@ -82,7 +88,11 @@ class ShardWatch:
         beside = self._beside.pop(id(optimizer), None)
         if beside is None:
             return
-        beside.stepping.step()
+        try:
+            beside.stepping.step()
+        except Exception as error:  # of a class that goes by more than its params: the whole step is judged all the same
+            self._found.not_run = f"{type(optimizer).__name__} on this rank's own shards: {type(error).__name__}: {error}"
+            return
         for place, (param, plain) in enumerate(beside.plain_by_param.items()):
             name = self._name_by_id.get(id(param))
             live = {slot.key: slot for slot in slots.param_slots(name or str(place), param, [(None, optimizer)], _here)}
@@ -95,17 +105,17 @@ class ShardWatch:
 
 
 def _beside(optimizer: torch.optim.Optimizer) -> _Beside | None:
-    """Return a replica on copies of this rank's shards, about to step as the original is; None where it has nothing to tell."""
-    held = [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    if not any(group.get("fused") or param.element_size() <= NARROW_BYTES for group, param in held):
+    """Return a replica on copies of this rank's shards, about to step as the original is; None where nothing would step."""
+    held = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    if not held:
         return None
     plain_by_param: dict[Tensor, Tensor] = {}
     state: dict[Tensor, dict[str, Any]] = {}
-    for _, param in held:
+    for param in held:
         plain = plain_by_param[param] = nn.Parameter(_local(param).detach().clone())
         plain.grad = _local(param.grad).detach().clone()
         if param in optimizer.state:
-            state[param] = {key: _local(value) for key, value in optimizer.state[param].items()}
+            state[param] = tree_map(_local, dict(optimizer.state[param]))
     return _Beside(replica(optimizer, plain_by_param, state_by_param=state), plain_by_param)
 
 

@@ -83,7 +83,7 @@ class StepRecord:
         after: The view right after the first step.
         identity: Who is who when the first step came.
         orphans: State keyed by no live param then.
-        on_shards: How fused and 16-bit steps agree with a replica on this rank's own shards.
+        on_shards: How element-wise steps agree with a replica on this rank's own shards.
         loss: What `train_step` returned.
     """
 

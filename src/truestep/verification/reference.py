@@ -189,8 +189,10 @@ class Reference:
             self._copies(after)
 
     def _on_shards(self, records: Sequence[StepRecord]) -> None:
-        """Fused and 16-bit steps agree, bit for bit, with a replica on each rank's own shards."""
+        """Element-wise steps agree, bit for bit, with a replica on each rank's own shards."""
         for record in records:
+            if record.on_shards.not_run:
+                self.sheet.add(Finding("update/on-shards", None, "note", found=f"not run: {record.on_shards.not_run}"), "update")
             self.sheet.bitwise("update", record.on_shards.bitwise)
             for finding in record.on_shards.wrong:
                 self.sheet.add(dataclasses.replace(finding, ranks=(record.rank,)), "update")

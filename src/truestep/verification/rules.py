@@ -1,7 +1,11 @@
-"""The textbook as a judge of what is not bitwise: within the operand bound of the optimizer's own rule, where it has one."""
+"""Which judge an optimizer's update needs: the textbook's word where it has the rule, else the probe's.
+
+The textbook judges what is not bitwise, within the operand bound of the optimizer's own rule.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,9 +13,11 @@ import torch
 from torch import Tensor
 
 from truestep.optimizers import textbook
+from truestep.optimizers.probe import probe
 from truestep.proof.bounds import Expected, worst
 from truestep.proof.update import Judgement
 from truestep.state.view import SlotId
+from truestep.words.errors import TrueStepError
 from truestep.words.scope import Scope
 
 
@@ -19,6 +25,25 @@ def has_rule(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the textbook has an element-wise rule for this optimizer: then its operand bound judges."""
     rule = textbook.rule_of(optimizer)
     return rule is not None and rule.scope is Scope.ELEMENT
+
+
+def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether what becomes of an element depends on that element alone, and on no random number.
+
+    The textbook knows; of other classes the probe is asked, with the settings of each group. It takes a second the first time.
+    """
+    if textbook.rule_of(optimizer) is not None:
+        return has_rule(optimizer)
+    return all(_probed_element_wise(type(optimizer), group) for group in optimizer.param_groups)
+
+
+def _probed_element_wise(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> bool:
+    try:
+        takes = inspect.signature(cls).parameters
+        found = probe(cls, **{name: value for name, value in group.items() if name in takes and name != "params"})
+    except (TrueStepError, ValueError, TypeError):  # it has no signature, or does not take what it keeps
+        return False
+    return found.checked and found.scope == Scope.ELEMENT.value and not found.draws
 
 
 def by_rule(
