@@ -22,7 +22,7 @@ usage: ./do CHORE [ARGS]
   types     mypy, strict
   docs      run every example in README.md, docs/ and docstrings
   bench     run the benchmarks (ARGS: names of files in benchmarks/)
-  matrix    verify the full product of factors (ARGS go there), then do `who`; resumable, one JSON line a cell
+  matrix    verify the full product of factors then, without ARGS, do `who`; resumable, one JSON line a cell
   who       predict every optimizer class on every backend, measure some, write docs/matrix.md; resumable
   setup     only set up
 END
@@ -103,7 +103,10 @@ setup
 case "$chore" in
     demo) exec python -m truestep demo "$@" ;;
     test) exec python -m pytest "$@" ;;  # without ARGS: testpaths
-    matrix) python -m truestep.verification.matrix "$@" && exec python -m truestep.verification.who ;;
+    matrix)
+        python -m truestep.verification.matrix "$@"
+        (($#)) || exec python -m truestep.verification.who
+        ;;
     who) exec python -m truestep.verification.who "$@" ;;
     setup) say "ready" ;;
     *) "$chore" "$@" ;;

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections import Counter
@@ -21,11 +20,11 @@ from typing import Any, Final
 from truestep.backends.base import BACKENDS
 from truestep.proof.update import ZERO_GRADIENT
 from truestep.verification import verifying
+from truestep.verification.ledger import Ledger
 from truestep.verification.planted import DROP_AFTER_STEP, FAULTS, HARMLESS
 from truestep.verification.report import Report
-from truestep.words.errors import TrueStepError, VerifyError
+from truestep.words.errors import TrueStepError
 
-SCHEMA_VERSION: Final = 1
 STEPS: Final = 4
 COULD_NOT_RUN: Final = "could not run"
 VERDICTS: Final = ("equal", "different", "not checked", COULD_NOT_RUN)
@@ -184,7 +183,6 @@ def outcome(cell: MatrixCell, verify: Callable[..., Report] = verifying.verify) 
     first = report.first if report else None
     total = report.cells[0].total if report else None
     line = {
-        "schema_version": SCHEMA_VERSION,
         "cell": asdict(cell),
         "verdict": report.verdict if report else COULD_NOT_RUN,
         "first": first.to_json() if first else None,
@@ -193,7 +191,6 @@ def outcome(cell: MatrixCell, verify: Callable[..., Report] = verifying.verify) 
         "bounded": total.bounded if total else 0,
         "worst": str(total.worst) if total else "0",
         "seconds": round(time.monotonic() - began, 2),
-        "versions": verifying.versions(),
     }
     return judged(cell, line)
 
@@ -210,57 +207,10 @@ def fits(wanted: Expected, verdict: str, first: Mapping[str, Any] | None) -> boo
     return verdict == wanted.verdict and all((first or {}).get(name) == value for name, value in told.items())
 
 
-class Ledger:
-    """The file of what is done.
-
-    Args:
-        path: A line is appended for each cell.
-
-    Raises:
-        VerifyError: If it is there and is no such file, or cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.lines: dict[MatrixCell, dict[str, Any]] = {}
-        try:
-            data = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise VerifyError(f"cannot read {path}: {error.strerror}. Give another --out.") from error
-        whole = data[: data.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
-            self._take(number, line)
-        if len(whole) < len(data):  # of a run that was killed as it wrote
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
-
-    def _take(self, number: int, line: bytes) -> None:
-        try:
-            outcome = json.loads(line)
-            if outcome["schema_version"] != SCHEMA_VERSION:
-                raise ValueError(f"schema_version {outcome['schema_version']}")
-            cell = MatrixCell(**outcome["cell"])
-            outcome = judged(cell, outcome)  # by today's table
-        except (ValueError, KeyError, TypeError) as error:
-            raise VerifyError(
-                f"{self._path}, line {number}: expected a cell of the matrix with schema_version {SCHEMA_VERSION}, "
-                f"found {error!r}. Give another --out, or remove the file."
-            ) from error
-        if outcome["versions"] == verifying.versions():  # of other releases, it says nothing about these
-            self.lines[cell] = outcome
-
-    def add(self, cell: MatrixCell, outcome: dict[str, Any]) -> None:
-        """Append a line.
-
-        Raises:
-            VerifyError: If the file cannot be written.
-        """
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(outcome, allow_nan=False) + "\n")
-        except OSError as error:
-            raise VerifyError(f"cannot write to {self._path}: {error.strerror}. Give another --out.") from error
-        self.lines[cell] = outcome
+def read(line: dict[str, Any]) -> tuple[MatrixCell, dict[str, Any]]:
+    """Return the cell that a line of the ledger is of, and the line judged by today's table."""
+    cell = MatrixCell(**line["cell"])
+    return cell, judged(cell, line)
 
 
 def summary(done: Sequence[Mapping[str, Any]], count: int) -> str:
@@ -283,7 +233,7 @@ def _found(line: Mapping[str, Any]) -> str:
     return f"{line['verdict']}: {why}".removesuffix(": ").partition("\n")[0]
 
 
-def run(ledger: Ledger, wanted: Sequence[MatrixCell], limit: int | None = None) -> bool:
+def run(ledger: Ledger[MatrixCell], wanted: Sequence[MatrixCell], limit: int | None = None) -> bool:
     """Run the cells that the ledger lacks, up to `limit` of them; return whether all that are done are as expected."""
     missing = [cell for cell in wanted if cell not in ledger.lines][:limit]
     if skipped := len(wanted) - len([cell for cell in wanted if cell not in ledger.lines]):
@@ -307,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="run at most this many cells")
     asked = parser.parse_args(arguments)
     try:
-        return 0 if run(Ledger(asked.out), cells(), asked.limit) else 1
+        return 0 if run(Ledger(asked.out, read, verifying.versions()), cells(), asked.limit) else 1
     except TrueStepError as error:
         print(f"matrix: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
-"""The matrix of who runs where: every optimizer class predicted on every backend, and measured by `verify` on some.
+"""Who runs where: every optimizer class predicted on every backend, and measured by `verify` on some; run by ``./do who``.
 
-``python -m truestep.verification.who`` writes docs/matrix.md from ``who.jsonl``, which has one line a cell and is added to: a
-run that was interrupted goes on. A prediction that a measurement contradicts is counted, and ends the run with status 1.
+It writes docs/matrix.md. A cell that is done is a JSON line of a file: a run that was stopped goes on where it was. Exit status:
+0 no prediction is contradicted by a measurement, 1 some are, 2 it cannot run, 130 it was stopped.
 """
 
 from __future__ import annotations
@@ -11,37 +11,47 @@ import datetime
 import importlib
 import importlib.metadata
 import inspect
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from truestep.optimizers.placement import caveat, predicted
 from truestep.optimizers.probe import Probe, probe
-from truestep.verification.verifying import verify, versions
+from truestep.verification import verifying
+from truestep.verification.ledger import Ledger
+from truestep.verification.report import Report
 from truestep.words.errors import TrueStepError
+
+Cell: TypeAlias = tuple[str, str]  # MODULE:CLASS, backend
 
 BACKENDS: Final = ("single", "ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 MEASURED: Final = ("fsdp2", "fsdp1", "zero2")  # of the classes that are not torch's own
-PACKAGES: Final = ("torch.optim", "pytorch_optimizer", "schedulefree", "lion_pytorch")
-DISTRIBUTIONS: Final = ("pytorch-optimizer", "schedulefree", "lion-pytorch")
+DISTRIBUTION_BY_MODULE: Final[Mapping[str, str]] = {
+    "torch.optim": "torch",
+    "pytorch_optimizer": "pytorch-optimizer",
+    "schedulefree": "schedulefree",
+    "lion_pytorch": "lion-pytorch",
+}
 STEPS: Final = 6
+# Predicted -> what may come. Where it ends elsewhere is told by the values; some classes find out themselves, and raise.
 HOLDS: Final[Mapping[str, tuple[str, ...]]] = {
     "exact": ("exact",),
     "exact or raises": ("exact", "raises"),
     "ends elsewhere": ("ends elsewhere", "raises"),
     "random": ("exact", "ends elsewhere", "raises"),
-    "not run": (),
+    "not run": ("not run",),
 }
+SHOWN_CHARACTERS: Final = 160
 
 
 def classes() -> Iterator[str]:
     """Yield ``MODULE:CLASS`` of every optimizer class of the packages that are installed."""
-    for package in PACKAGES:
+    for package in DISTRIBUTION_BY_MODULE:
         try:
             module = importlib.import_module(package)
         except ImportError:
@@ -51,144 +61,162 @@ def classes() -> Iterator[str]:
         yield from (f"{package}:{name}" for name in sorted(names))
 
 
-def class_of(name: str) -> type:
+def class_of(name: str) -> type[torch.optim.Optimizer]:
     """Return the class that ``MODULE:CLASS`` names."""
     module, _, own = name.partition(":")
-    found: type = getattr(importlib.import_module(module), own)
+    found: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), own)
     return found
 
 
-def cells(names: Sequence[str]) -> list[tuple[str, str]]:
+def cells(names: Sequence[str]) -> list[Cell]:
     """Return what is measured: torch's own classes on every backend, the others on `MEASURED`."""
     return [(name, backend) for name in names for backend in (BACKENDS if name.startswith("torch.optim") else MEASURED)]
 
 
-def measured(name: str, backend: str, found: Probe) -> dict[str, Any]:
-    """Run one class on one backend through `verify`; return what came of it: ``exact``, ``ends elsewhere`` or ``raises``."""
+def versions() -> dict[str, str]:
+    """Return the versions that the measurements hold for."""
+    found = dict(verifying.versions())
+    for distribution in DISTRIBUTION_BY_MODULE.values():
+        try:
+            found.setdefault(distribution, importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def measured(cell: Cell, verify: Callable[..., Report] = verifying.verify) -> dict[str, Any]:
+    """Predict one cell, and run it through `verify`; return its line of the ledger.
+
+    Its `outcome` is ``exact``, ``ends elsewhere``, ``raises``, ``not checked`` or ``not run``; `what` says more.
+    """
+    name, backend = cell
+    found = probe(class_of(name))
+    prediction = predicted(found, backend)
+    line = {"optimizer": name, "backend": backend, "scope": found.scope, "predicted": prediction.outcome}
+    if prediction.outcome == "not run":
+        return {**line, "outcome": "not run", "what": prediction.why}
     recipe = "three-linears:bias=0" if "2d" in found.needs else "three-linears:bias=1"
     try:
-        report = verify(recipe, backend=backend, optimizer=name, steps=STEPS)
+        (result,) = verify(recipe, backend=backend, optimizer=name, steps=STEPS).cells
     except TrueStepError as error:
-        return {"outcome": "raises", "what": raised(str(error))}
-    cell = report.cells[0]
-    if cell.verdict == "equal":
-        total = cell.total
-        return {"outcome": "exact", "what": f"{total.bitwise} bitwise, {total.bounded} within {total.worst:.2g} of a bound"}
-    if cell.verdict == "different" and cell.first is not None:
-        where = "/".join(part for part in (cell.first.param, cell.first.key) if part)
-        return {"outcome": "ends elsewhere", "what": f"{cell.first.code} at {where}, step {cell.first.step}"}
-    return {"outcome": "not checked", "what": str(cell.first)}
+        return {**line, "outcome": "raises", "what": raised(str(error))}
+    if result.verdict == "different" and result.first is not None:
+        where = "/".join(part for part in (result.first.param, result.first.key) if part)
+        return {**line, "outcome": "ends elsewhere", "what": f"{result.first.code} at {where}, step {result.first.step}"}
+    if result.verdict == "equal":
+        total = result.total
+        said = f"{total.bitwise} bitwise, {total.bounded} within {total.worst:.2g} of a bound"
+        return {**line, "outcome": "exact", "what": said}
+    return {**line, "outcome": "not checked", "what": str(result.first)}
 
 
 def raised(text: str) -> str:
     """Return from a run's error what the optimizer raised, with the operation where it names one."""
     lines = [line for line in text.splitlines() if re.match(r"^[A-Za-z_.]*(Error|Exception|Warning)\b", line)]
-    line = lines[-1] if lines else text.splitlines()[0]
-    ops = re.findall(r"(?:aten|prims)[.:]+[\w.]+", text)
-    return line[:160] + (f" [{ops[0]}]" if ops and ops[0] not in line[:160] else "")
+    line = (lines or text.splitlines() or [""])[-1 if lines else 0][:SHOWN_CHARACTERS]
+    operations = re.findall(r"(?:aten|prims)[.:]+\w[\w.]*\w", text)
+    return f"{line} [{operations[0]}]" if operations and operations[0] not in line else line
 
 
-def contradicts(outcome: str, prediction: str) -> bool:
-    """Tell whether what was measured is not what was predicted."""
-    return outcome != "not checked" and prediction in HOLDS and bool(HOLDS[prediction]) and outcome not in HOLDS[prediction]
+def contradicted(lines: Mapping[Cell, Mapping[str, Any]]) -> list[Cell]:
+    """Return the cells where what was measured is not what was predicted."""
+    return [cell for cell, line in lines.items() if line["outcome"] not in HOLDS[line["predicted"]]]
 
 
-def run(out: Path, limit: int | None) -> dict[tuple[str, str], dict[str, Any]]:
-    """Measure what the file does not have yet, a line a cell; return all that it has then."""
-    known = {}
-    if out.exists():
-        for line in out.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            known[row["optimizer"], row["backend"]] = row
-    names = list(classes())
-    todo = [cell for cell in cells(names) if cell not in known][:limit]
-    for place, (name, backend) in enumerate(todo):
-        found = probe(class_of(name))
-        prediction = predicted(found, backend)
-        came = (
-            {"outcome": "not run", "what": prediction.why} if prediction.outcome == "not run" else measured(name, backend, found)
-        )
-        cell = {"optimizer": name, "backend": backend, "scope": found.scope, "predicted": prediction.outcome, **came}
-        known[name, backend] = cell
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(cell) + "\n")
-        say(f"{place + 1}/{len(todo)} {name} {backend}: {told(cell)}")
-    return known
-
-
-def say(line: str) -> None:
-    """Write a line at once: a run takes minutes."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def told(row: Mapping[str, Any]) -> str:
+def told(line: Mapping[str, Any]) -> str:
     """Return what was predicted and what came, in one line."""
-    return f"{row['predicted']} -> {row['outcome']} ({row['what'][:80]})"
+    return f"{line['predicted']} -> {line['outcome']} ({line['what'][:80]})"
 
 
-def page(known: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
+def read(line: dict[str, Any]) -> tuple[Cell, dict[str, Any]]:
+    """Return the cell that a line of the ledger is of, and the line by today's prediction."""
+    cell = (str(line["optimizer"]), str(line["backend"]))
+    return cell, {**line, "predicted": predicted(probe(class_of(cell[0])), cell[1]).outcome, "what": str(line["what"])}
+
+
+# -- the page
+
+
+def page(lines: Mapping[Cell, Mapping[str, Any]]) -> str:
     """Return docs/matrix.md."""
     names = list(classes())
-    used = {**versions(), **{name: importlib.metadata.version(name) for name in DISTRIBUTIONS if _installed(name)}}
-    bad = [row for row in known.values() if contradicts(row["outcome"], row["predicted"])]
-    lines = [
+    tally = Counter(line["outcome"] for line in lines.values())
+    tallied = ", ".join(f"{count} {outcome}" for outcome, count in tally.most_common())
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    head = [
         "# Who runs where",
         "",
-        "Every optimizer class of `torch.optim`, pytorch-optimizer, schedulefree and lion-pytorch: *predicted* from its measured",
-        "scope and traits and from what a backend hands to the optimizer, and *measured* through `truestep verify` where a cell",
-        f"has a second entry (2 ranks, {STEPS} steps, three Linears). Made on {datetime.date.today()} by `./do who` with "
-        + ", ".join(f"{name} {version}" for name, version in used.items())
-        + ".",
+        "Every optimizer class of torch.optim, pytorch-optimizer, schedulefree and lion-pytorch, with its default settings:",
+        "*predicted* from its measured scope and traits ([the probe](probe.md)) and from what a backend hands to the optimizer,",
+        "by no list of names; and, where a cell has a second word, *measured* by `truestep verify` (2 ranks, fp32,",
+        f"{STEPS} steps of a small regression). Made by `./do who` on {datetime.date.today()} with {used}.",
         "",
-        f"{len(names)} classes; {len(known)} cells measured; {len(bad)} predictions contradicted.",
+        f"{len(names)} classes; {len(lines)} cells: {tallied}; {len(contradicted(lines))} predictions contradicted.",
         "",
         "| class | scope | " + " | ".join(BACKENDS) + " | notes |",
         "|---|---|" + "---|" * (len(BACKENDS) + 1),
     ]
-    raised_by: list[str] = []
-    for name in names:
-        found = probe(class_of(name))
-        entries = [_entry(found, known.get((name, backend)), backend) for backend in BACKENDS]
-        scope = found.scope if found.checked else "-"
-        note = caveat(found, "zero2") if found.checked else found.why
-        lines.append(f"| `{name}` | {scope} | " + " | ".join(entries) + f" | {note.replace('|', '/')[:140]} |")
-        raised_by += [
-            f"| `{name}` | {backend} | {known[name, backend]['what'].replace('|', '/')} |"
-            for backend in BACKENDS
-            if known.get((name, backend), {}).get("outcome") == "raises"
-        ]
-    lines += ["", "## What raises, and where", "", "| class | backend | what |", "|---|---|---|", *raised_by, ""]
-    return "\n".join(lines)
+    raising = [
+        f"| `{name}` | {backend} | {_in_table(line['what'])} |"
+        for (name, backend), line in sorted(lines.items())
+        if line["outcome"] == "raises"
+    ]
+    tail = ["", "## What raises, and where", "", "| class | backend | what |", "|---|---|---|", *raising, ""]
+    return "\n".join([*head, *(_row(name, lines) for name in names), *tail])
 
 
-def _entry(found: Probe, row: Mapping[str, Any] | None, backend: str) -> str:
+def _row(name: str, lines: Mapping[Cell, Mapping[str, Any]]) -> str:
+    found = probe(class_of(name))
+    entries = [_entry(found, lines.get((name, backend)), backend) for backend in BACKENDS]
+    note = caveat(found, "zero2") if found.checked else found.why
+    return (
+        f"| `{name}` | {found.scope if found.checked else '-'} | {' | '.join(entries)} | {_in_table(note)[:SHOWN_CHARACTERS]} |"
+    )
+
+
+def _entry(found: Probe, line: Mapping[str, Any] | None, backend: str) -> str:
     outcome = predicted(found, backend).outcome
-    return outcome if row is None or row["outcome"] == "not run" else f"{outcome}; **{row['outcome']}**"
+    return outcome if line is None or line["outcome"] == "not run" else f"{outcome}; **{line['outcome']}**"
 
 
-def _installed(distribution: str) -> bool:
+def _in_table(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
+
+
+# -- the chore
+
+
+def run(ledger: Ledger[Cell], limit: int | None = None) -> None:
+    """Measure what the ledger lacks, up to `limit` cells."""
+    todo = [cell for cell in cells(list(classes())) if cell not in ledger.lines][:limit]
+    for number, cell in enumerate(todo, 1):
+        line = measured(cell)
+        ledger.add(cell, line)
+        print(f"[{number}/{len(todo)}] {' '.join(cell)}: {told(line)}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the chore; return its exit status."""
+    parser = argparse.ArgumentParser(prog="./do who", description="Predict and measure which optimizer class runs where.")
+    parser.add_argument("--out", type=Path, default=Path("who.jsonl"), help="one JSON line a cell; cells in it are skipped")
+    parser.add_argument("--page", type=Path, default=Path("docs/matrix.md"), help="where to write the table")
+    parser.add_argument("--limit", type=int, help="measure at most this many cells")
+    asked = parser.parse_args(arguments)
     try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the page; return 1 if a prediction is contradicted."""
-    parser = argparse.ArgumentParser(prog="python -m truestep.verification.who", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("who.jsonl"), help="one JSON line a cell; added to")
-    parser.add_argument("--page", type=Path, default=Path("docs/matrix.md"))
-    parser.add_argument("--limit", type=int, default=None, help="measure at most so many cells")
-    chosen = parser.parse_args(argv)
-    known = run(chosen.out, chosen.limit)
-    chosen.page.write_text(page(known), encoding="utf-8")
-    bad = [row for row in known.values() if contradicts(row["outcome"], row["predicted"])]
-    for row in bad:
-        say(f"contradicted: {row['optimizer']} on {row['backend']}: {told(row)}")
-    say(f"{len(known)} cells, {len(bad)} predictions contradicted")
-    return 1 if bad else 0
+        ledger = Ledger(asked.out, read, versions())
+        run(ledger, asked.limit)
+        asked.page.write_text(page(ledger.lines), encoding="utf-8")
+    except (TrueStepError, OSError) as error:
+        print(f"who: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"who: interrupted. Run it again to go on: what is done is in {asked.out}.", file=sys.stderr)
+        return 130
+    wrong = contradicted(ledger.lines)
+    for cell in wrong:
+        print(f"contradicted: {' '.join(cell)}: {told(ledger.lines[cell])}")
+    print(f"{len(ledger.lines)} cells, {len(wrong)} predictions contradicted", flush=True)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
