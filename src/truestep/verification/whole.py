@@ -41,6 +41,9 @@ def wholes(views: Sequence[StateView]) -> Wholes:
     for slot_id in ids:
         slots = [(rank, view[slot_id]) for rank, view in enumerate(views) if slot_id in view]
         kind = slots[0][1].kind
+        if others := tuple(rank for rank, slot in slots if slot.kind != kind):
+            apart[slot_id] = others
+            slots = [(rank, slot) for rank, slot in slots if slot.kind == kind]
         if kind == "opaque":
             opaque.append(slot_id)
         elif kind == "value":
@@ -48,10 +51,13 @@ def wholes(views: Sequence[StateView]) -> Wholes:
             if others := tuple(rank for rank, slot in slots if repr(slot.value) != repr(slots[0][1].value)):
                 apart[slot_id] = others
         else:
-            pieces = [(rank, box, local) for rank, slot in slots for box, local in zip(slot.boxes, slot.local, strict=True)]
-            if others := _apart(pieces):
+            # A rank that holds nothing of a param cannot tell the shape of what would be kept for it.
+            shape = next((slot.shape for _, slot in slots if slot.boxes), slots[0][1].shape)
+            alike = [(rank, slot) for rank, slot in slots if slot.shape == shape]
+            pieces = [(rank, box, local) for rank, slot in alike for box, local in zip(slot.boxes, slot.local, strict=True)]
+            other_shapes = [rank for rank, slot in slots if slot.boxes and slot.shape != shape]
+            if others := tuple(sorted({*_apart(pieces), *other_shapes})):
                 apart[slot_id] = others
-            shape = slots[0][1].shape
             values[slot_id] = assemble(shape, [(box, local) for _, box, local in pieces], "/".join(slot_id)) if pieces else None
     return Wholes(
         {key: value for key, value in values.items() if value is not None or key[0].startswith("@")}, tuple(opaque), apart
