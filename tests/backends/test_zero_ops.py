@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from truestep.backends import zero_ops
+from truestep.backends import base, zero_ops
+from truestep.backends.base import Settings
 
 pytest.importorskip("deepspeed")
 
@@ -164,3 +166,16 @@ def test_a_missing_vendor_is_named_with_the_extra_that_installs_it(monkeypatch, 
 
 def _missing(name):
     raise zero_ops.importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.truestep(world_size=2, timeout=60)
+@pytest.mark.parametrize("backend", ["zero1", "accelerate-zero2"])
+def test_ranks_do_not_wait_for_a_lock_whose_maker_was_killed(backend, rank):
+    lock = next(zero_ops.folder().rglob(f"{zero_ops.OP}.so")).parent / "lock"
+    if rank == 0:
+        lock.touch()
+    torch.distributed.barrier()
+    linear = torch.nn.Linear(3, 2)
+    session = base.wrap(backend, linear, lambda named: torch.optim.SGD([param for _, param in named], lr=0.1), Settings())
+    session.close()
+    assert not lock.exists()

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
-from truestep.backends import base, slots
+from truestep.backends import base, slots, zero_ops
 from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Session, Settings, Undo
 from truestep.backends.session import need_process_group
 from truestep.state.view import StateView
@@ -219,6 +219,7 @@ def _engine(model: nn.Module, settings: Settings) -> Accelerator:
         **settings.extra,
     }
     os.environ[_SWITCH] = "true"
+    zero_ops.ready()
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 
 

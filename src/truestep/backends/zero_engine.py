@@ -91,6 +91,7 @@ def join(module: nn.Module) -> Undo:
     set_here = "LOCAL_RANK" not in os.environ
     if set_here:
         os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())  # read at every step of ZeRO 3
+    zero_ops.ready()
     with _stderr_dropped(unless="deepspeed" in sys.modules):
         import deepspeed
         from deepspeed.utils import groups

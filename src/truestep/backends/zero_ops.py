@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ Say: TypeAlias = Callable[[str], None]
 
 OP: Final = "deepspeed_shm_comm"
 POLL_S: Final = 0.2
+SAY_FIRST_S: Final = 1.0
 SAY_EVERY_S: Final = 10.0
 SHOWN_LINES: Final = 15
 _BUILDER: Final = "ShareMemCommBuilder"
@@ -55,6 +57,11 @@ def prepare(say: Say) -> None:
             _clear(lock, say)
         if not _is_built(root):
             _build(root, say)
+
+
+def ready() -> None:
+    """Make sure of the op on a rank, before it loads it: a lock that a killed process has left would keep it waiting for ever."""
+    prepare(logging.getLogger("truestep").warning)
 
 
 def folder() -> Path:
@@ -93,7 +100,7 @@ def _is_built(root: Path) -> bool:
         library = json.loads(_stamp(root).read_text())["library"]
     except (OSError, ValueError, KeyError):
         return False
-    return library is None or Path(library).is_file()
+    return library is None or (Path(library).is_file() and Path(library).is_relative_to(root.resolve()))  # not of a copied folder
 
 
 def _locks(root: Path) -> Iterator[Path]:
@@ -117,11 +124,16 @@ def _alone(root: Path, say: Say) -> Iterator[None]:
 
 
 def _clear(lock: Path, say: Say) -> None:
-    """Wait for the maker of one of torch's locks; remove it if there is none."""
+    """Wait for the maker of one of torch's locks; remove it if there is none.
+
+    One look is not enough: the maker closes the file and then removes it, and looking at all processes takes its time.
+    """
+    idle = 0
     for _ in _waiting(say, f"another process is compiling in {lock.parent}"):
         if not lock.exists():
             return
-        if not _in_use(lock):
+        idle = 0 if _in_use(lock) else idle + 1
+        if idle == 2 and lock.exists():
             lock.unlink(missing_ok=True)
             say(f"removed {lock}: its maker has died")
             return
@@ -147,14 +159,14 @@ def _opened(entry: Path) -> Path | None:
 
 
 def _waiting(say: Say, what: str) -> Iterator[None]:
-    """Yield at once and then at every poll, saying what is waited for, and for how long."""
+    """Yield at once and then at every poll; say what is waited for where it takes longer than loading does, and for how long."""
     start, said = time.monotonic(), 0.0
     yield
     while True:
         waited = time.monotonic() - start
-        if not said or waited - said >= SAY_EVERY_S:
-            said = max(waited, POLL_S)
-            say(f"{what}: waiting" + (f", {waited:.0f} s so far" if waited >= 1 else ""))
+        if waited - said >= (SAY_EVERY_S if said else SAY_FIRST_S):
+            say(f"{what}: waiting" + (f", {waited:.0f} s so far" if said else ""))
+            said = waited
         time.sleep(POLL_S)
         yield
 
