@@ -30,8 +30,7 @@ HANDED: Final[Mapping[str, Handed]] = {
 }
 # An engine hands a zero gradient where there is none: no fault while every param gets one in every window.
 GIVES_ZEROS: Final = frozenset(backend for backend in HANDED if "zero" in backend or backend == "fsdp1")
-# What a plain training loop cannot give.
-NOT_GIVEN: Final = frozenset({"closure", "model", "names", "train", "sparse"})
+GIVEN: Final = frozenset({"2d"})  # of what a class may need: a plain loop over matrices gives this much
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def predicted(probe: Probe, backend: str) -> Prediction:
     handed = HANDED[backend]
     if not probe.checked:
         return Prediction("not run", f"the probe could not measure it: {probe.why}")
-    if missing := sorted(NOT_GIVEN.intersection(probe.needs)):
+    if missing := sorted(set(probe.needs) - GIVEN):
         return Prediction("not run", f"it needs {', '.join(missing)}, which a plain loop does not give")
     if probe.draws:
         return Prediction("random", "it draws random numbers: replicas agree only where their generators do")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from truestep.state import digest, ranks
+from truestep.state.containers import Level, is_plain, parts
 from truestep.words.errors import TrueStepError
 from truestep.words.finding import Finding
 from truestep.words.layout import Layout, Shard
@@ -45,6 +45,7 @@ class Slot:
         local: One tensor a box, in order: views of the live memory.
         value: The Python value, for kinds ``value`` and ``opaque``.
         dtype, device: Of the tensors; None for the other kinds.
+        within: The containers of its key path, outermost first, each with the key in it as it is.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Slot:
     value: Any = None
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    within: tuple[Level, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -285,7 +287,7 @@ def _not_covered(slot_id: SlotId, shape: tuple[int, ...], covered: Cover) -> Fin
 # -- From live state to slots
 
 
-def slots_of(name: str, key: str, value: Any, place: Place) -> Iterator[Slot]:
+def slots_of(name: str, key: str, value: Any, place: Place, within: tuple[Level, ...] = ()) -> Iterator[Slot]:
     """Yield the slots of one state entry: containers flattened to key paths, tensors cut by `place`.
 
     A container of nothing, or a sequence of plain values alone, is one slot of kind ``value``.
@@ -295,34 +297,18 @@ def slots_of(name: str, key: str, value: Any, place: Place) -> Iterator[Slot]:
         key: Its key.
         value: The live value.
         place: ``tensor -> (Shard, local tensors)``; how a tensor of this owner lies on this rank.
+        within: The containers that the value was found in.
     """
     if isinstance(value, Tensor):
         shard, local = place(value)
-        yield Slot(name, key, "tensor", shard, local, dtype=value.dtype, device=value.device)
+        yield Slot(name, key, "tensor", shard, local, dtype=value.dtype, device=value.device, within=within)
         return
-    parts = _parts(value)
-    if parts is None:
-        yield Slot(name, key, "value" if _is_plain(value) else "opaque", _NO_SHARD, value=value)
+    inside = parts(value)
+    if inside is None:
+        yield Slot(name, key, "value" if is_plain(value) else "opaque", _NO_SHARD, value=value, within=within)
         return
-    for part, inner in parts:
-        yield from slots_of(name, f"{key}/{part}", inner, place)
+    for level, inner in inside:
+        yield from slots_of(name, f"{key}/{level[2]}", inner, place, (*within, level))
 
 
-def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return what a container is flattened to, by its parts' names; None if it is one slot."""
-    if isinstance(value, Mapping):
-        return value.items() if value else None
-    if not isinstance(value, _SEQUENCES) or _is_plain(value):
-        return None
-    return enumerate(value)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, _SEQUENCES):
-        return all(isinstance(inner, _PLAIN) for inner in value)
-    return isinstance(value, _PLAIN) or (isinstance(value, dict) and not value)
-
-
-_SEQUENCES: Final = (list, tuple, deque)
-_PLAIN: Final = (bool, int, float, complex, str, type(None))
 _NO_SHARD: Final = Shard(Layout.WHOLE, (), ())

@@ -14,6 +14,7 @@ from truestep.backends import slots
 from truestep.backends.base import Identity
 from truestep.optimizers.replica import replica
 from truestep.proof.update import ZERO_GRADIENT, Judgement, judge, sensitivity
+from truestep.state.containers import by_path, nested
 from truestep.state.digest import bitwise_equal
 from truestep.state.view import SlotId, slots_of
 from truestep.verification import rules
@@ -117,7 +118,7 @@ class UpdateJudge:
                 for param in group["params"]
             }
             names = {id(new): self._name_by_id[id(old)] for old, new in plain.items()}
-            state = {param: nested(update.start.of_param(self._name_by_id[id(param)])) for param in plain}
+            state = {param: update.start.of_param(self._name_by_id[id(param)]) for param in plain}
             stepping = replica(optimizer, plain, state_by_param={param: entry for param, entry in state.items() if entry})
             self._set_groups(stepping, update, label, plain_kernels)
             for new in plain.values():
@@ -185,7 +186,7 @@ class UpdateJudge:
                 for name in (self._name_by_id[id(param)] for param in group["params"]):
                     gradient = update.gradients.get(name)
                     if gradient is not None and any(owner == name for owner, _ in rough):
-                        old = {**nested(update.start.of_param(name)), "param": self._old(update, name)}
+                        old = {**update.start.of_param(name), "param": self._old(update, name)}
                         judged += rules.by_rule(optimizer, used, name, old, gradient, found, rough)
         return {judgement.slot: judgement for judgement in judged}
 
@@ -227,7 +228,8 @@ _ABSENT = _Absent()
 
 def _entries(groups: Groups, owner: str, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of one group, as copies; a sequence that is a tuple in the group `like` is one."""
-    entries = nested({key: value for (name, key), value in groups.items() if name == owner})
+    flat = {key: value for (name, key), value in groups.items() if name == owner}
+    entries = nested(flat, by_path(flat))
     return {
         key: tuple(value) if isinstance(value, list) and isinstance(like.get(key), tuple) else value
         for key, value in entries.items()
@@ -241,26 +243,6 @@ def _stateful(update: Update, owner: str, key: str) -> bool:
     after = {slot_id: value for slot_id, value in update.after.values.items() if slot_id[0] == owner}
     changed = [slot_id for slot_id in {**update.groups, **after} if not _same(update.groups.get(slot_id), after.get(slot_id))]
     return any(name == owner and (path == key or path.startswith(f"{key}/")) for name, path in changed)
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with its containers from key paths: ``{"Q/0": a, "Q/1": b}`` is ``{"Q": [a, b]}``. Tensors are copied."""
-    result: dict[str, Any] = {}
-    for path, value in flat.items():
-        *outer, last = path.split("/")
-        inner = result
-        for part in outer:
-            inner = inner.setdefault(part, {})
-        inner[last] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    return {key: _listed(value) for key, value in result.items()}
-
-
-def _listed(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    inner = {key: _listed(part) for key, part in value.items()}
-    in_order = list(inner) == [str(index) for index in range(len(inner))]
-    return list(inner.values()) if in_order and inner else inner
 
 
 def _slots(stepped: torch.optim.Optimizer, label: str | None, names: Mapping[int, str]) -> list[tuple[SlotId, Any]]:

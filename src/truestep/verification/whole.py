@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from truestep.backends.base import Piece
+from truestep.state.containers import Level, nested
 from truestep.state.digest import bitwise_equal
 from truestep.state.view import SlotId, StateView, assemble
 from truestep.words.finding import Finding
@@ -22,15 +23,18 @@ class Wholes:
         values: ``slot id -> tensor or Python value``.
         opaque: Slots that cannot be read.
         apart: Ranks that hold other content than the first that holds the same part.
+        within: The containers of the slots that lie in some.
     """
 
     values: dict[SlotId, Any]
     opaque: tuple[SlotId, ...]
     apart: dict[SlotId, tuple[int, ...]]
+    within: dict[SlotId, tuple[Level, ...]] = field(default_factory=dict)
 
     def of_param(self, name: str) -> dict[str, Any]:
-        """Return ``state key -> value`` of one param, the param and its master left out."""
-        return {key: value for (owner, key), value in self.values.items() if owner == name and key not in ("param", "master")}
+        """Return the state of one param as its optimizer has it, containers and all, copied; without the param and its master."""
+        flat = {key: value for (owner, key), value in self.values.items() if owner == name and key not in ("param", "master")}
+        return nested(flat, {key: self.within.get((name, key), ()) for key in flat})
 
 
 def wholes(views: Sequence[StateView]) -> Wholes:
@@ -59,9 +63,9 @@ def wholes(views: Sequence[StateView]) -> Wholes:
             if others := tuple(sorted({*_apart(pieces), *other_shapes})):
                 apart[slot_id] = others
             values[slot_id] = assemble(shape, [(box, local) for _, box, local in pieces], "/".join(slot_id)) if pieces else None
-    return Wholes(
-        {key: value for key, value in values.items() if value is not None or key[0].startswith("@")}, tuple(opaque), apart
-    )
+    there = {key: value for key, value in values.items() if value is not None or key[0].startswith("@")}
+    within = {slot_id: slot.within for view in views for slot_id, slot in view.items() if slot.within}
+    return Wholes(there, tuple(opaque), apart, within)
 
 
 def _apart(pieces: Sequence[tuple[int, Any, Tensor]]) -> tuple[int, ...]:
