@@ -157,6 +157,11 @@ def test_such_an_optimizer_on_flat_pieces_is_told_of(judged, backend):
     assert (report.first.law, report.first.step, report.first.key) == ("update", 1, "row_var")
 
 
+@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp2", "fsdp1", "zero0", "zero2", "zero3"])
+def test_an_optimizer_that_keeps_state_under_keys_of_its_own(equal, backend):
+    equal("healthy:counting", backend=backend, micro_batches=2, steps=STEPS)
+
+
 # --- ways to shard
 
 

@@ -8,6 +8,7 @@ loss is left undivided, so that a window of any length is exact, whatever the en
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -217,7 +218,10 @@ class ZeroSession:
             self._moved_boundary = False
         if self._owned:
             self._owned = False
-            self._engine.destroy()
+            try:
+                self._engine.destroy()
+            except RuntimeError as error:  # it takes all that optimizers keep to be of params (0.19.8)
+                logging.getLogger("truestep").warning("DeepSpeed could not take all of its engine down: %s", error)
             for hook in (self._engine.module_forward_pre_hook, self._engine.module_forward_post_hook):
                 hook.remove()
 

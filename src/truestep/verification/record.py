@@ -312,8 +312,8 @@ def plain_copy(view: StateView) -> StateView:
 
 
 def group_values(view: StateView) -> dict[SlotId, Any]:
-    """Return what the param groups of a view hold: numbers, and tensors as they are."""
-    owned = [slot for slot in view.values() if slot.name.startswith(group_slot(""))]
+    """Return what the param groups of a view hold: numbers, and tensors as they are; objects stay the reference's own."""
+    owned = [slot for slot in view.values() if slot.name.startswith(group_slot("")) and slot.kind != "opaque"]
     return {(slot.name, slot.key): slot.local[0] if slot.kind == "tensor" else slot.value for slot in owned}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from truestep.optimizers.replica import replica
 from truestep.proof.update import ZERO_GRADIENT, Judgement, judge, sensitivity
 from truestep.state.containers import by_path, nested
 from truestep.state.digest import bitwise_equal
-from truestep.state.view import SlotId, slots_of
+from truestep.state.view import Slot, SlotId, slots_of
 from truestep.verification import rules
 from truestep.verification.sheet import Sheet
 from truestep.verification.whole import Wholes
@@ -127,9 +126,15 @@ class UpdateJudge:
                     gradient = torch.zeros_like(new)
                 new.grad = None if gradient is None else gradient.to(new.dtype).clone()
             stepping.step()
-            for slot in _slots(stepping, label, names):
+            kept = [slot for slot in slots.optimizer_slots(stepping, label) if self._is_moved(update, (slot.name, slot.key))]
+            for slot in _slots(stepping, label, names, kept):
                 result[slot[0]] = slot[1]
         return result
+
+    @staticmethod
+    def _is_moved(update: Update, slot_id: SlotId) -> bool:
+        """Tell whether what the optimizer object keeps is state: the candidate's step changed it."""
+        return not _same(update.start.values.get(slot_id), update.after.values.get(slot_id))
 
     def _old(self, update: Update, name: str) -> Tensor:
         master = update.start.values.get((name, "master"))
@@ -141,10 +146,11 @@ class UpdateJudge:
             group.update(_entries(update.groups, group_slot(labelled(label, name)), group))
             if plain_kernels:
                 group.update({flag: False for flag in ("foreach", "fused") if flag in group})
-        own = OPTIMIZER_SLOT if label is None else f"{OPTIMIZER_SLOT}/{label}"
-        for (name, key), value in update.start.values.items():
-            if name == own and hasattr(stepping, key):
-                setattr(stepping, key, copy.deepcopy(value))
+        for key, value in update.start.kept_by(_own(label)).items():
+            if hasattr(stepping, key):
+                setattr(stepping, key, value)
+            else:
+                stepping.state[key.removeprefix("state/")] = value  # type: ignore[index]  # as some classes do
 
     # -- judging
 
@@ -245,7 +251,13 @@ def _stateful(update: Update, owner: str, key: str) -> bool:
     return any(name == owner and (path == key or path.startswith(f"{key}/")) for name, path in changed)
 
 
-def _slots(stepped: torch.optim.Optimizer, label: str | None, names: Mapping[int, str]) -> list[tuple[SlotId, Any]]:
+def _own(label: str | None) -> str:
+    return OPTIMIZER_SLOT if label is None else f"{OPTIMIZER_SLOT}/{label}"
+
+
+def _slots(
+    stepped: torch.optim.Optimizer, label: str | None, names: Mapping[int, str], kept: Sequence[Slot]
+) -> list[tuple[SlotId, Any]]:
     params = [param for group in stepped.param_groups for param in group["params"]]
     found = [
         slot
@@ -255,7 +267,7 @@ def _slots(stepped: torch.optim.Optimizer, label: str | None, names: Mapping[int
     ]
     for param in params:
         found += slots_of(names[id(param)], "param", param, slots.replica)
-    found += slots.group_slots(stepped, label)
+    found += [*slots.group_slots(stepped, label), *kept]
     defaults = {str(key) for key in stepped.defaults} | {"initial_lr"}
     return [
         (slot_id, slot.local[0] if slot.kind == "tensor" else slot.value)

@@ -33,7 +33,11 @@ class Wholes:
 
     def of_param(self, name: str) -> dict[str, Any]:
         """Return the state of one param as its optimizer has it, containers and all, copied; without the param and its master."""
-        flat = {key: value for (owner, key), value in self.values.items() if owner == name and key not in ("param", "master")}
+        return {key: value for key, value in self.kept_by(name).items() if key not in ("param", "master")}
+
+    def kept_by(self, name: str) -> dict[str, Any]:
+        """Return all that is kept under one name, containers and all, copied."""
+        flat = {key: value for (owner, key), value in self.values.items() if owner == name}
         return nested(flat, {key: self.within.get((name, key), ()) for key in flat})
 
 

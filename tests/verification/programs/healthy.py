@@ -166,3 +166,28 @@ def loss_of_pair(models, batch):
 
 
 two_models = recipe(model=pair, loss=loss_of_pair)
+
+
+# --- an optimizer that counts in its state under a key that is no param
+
+
+class Counting(torch.optim.Optimizer):
+    """Descent by a rate that falls with its own count; older gradients lie in containers under keys that are numbers."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr, "dtype": torch.float32})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if "k" not in self.state:
+            self.state["k"] = torch.tensor([0.0])
+        self.state["k"] += 1
+        for group in self.param_groups:
+            for param in [param for param in group["params"] if param.grad is not None]:
+                older = self.state[param].setdefault("older", {beta: torch.zeros_like(param) for beta in (0.0, 0.9)})
+                for beta, moment in older.items():
+                    moment.mul_(beta).add_(param.grad)
+                    param -= group["lr"] / float(self.state["k"]) * moment.to(group["dtype"])
+
+
+counting = recipe(optimizer=lambda named_params: Counting([param for _, param in named_params]))
