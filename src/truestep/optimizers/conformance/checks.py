@@ -97,7 +97,7 @@ _ALL: Final = (
         "a zero gradient is an observation: skipped, moments stay too large, and ranks that skip it age otherwise",
         "torch.optim.Optimizer.zero_grad, on set_to_none",
         stepping.zero_gradient,
-        ("counters",),
+        ("counters", "late-updates", "young-updates"),
     ),
     Check(
         "repeatable",
@@ -159,7 +159,7 @@ _ALL: Final = (
         "eps inside the root is 1e4 times as large: params with small gradients stand still",
         "the reference; D. P. Kingma, J. Ba, Adam, ICLR 2015, algorithm 1",
         rules.eps,
-        (*_STEP, "gradients-unaltered", "late-updates"),
+        (*_STEP, "gradients-unaltered", "late-updates", "young-updates"),
     ),
     Check(
         "decay-place",
