@@ -302,6 +302,15 @@ def test_a_function_that_builds_muon_for_matrices_and_adamw_for_the_rest_answers
     assert found.optimizer.endswith("muon_and_adamw")
 
 
+def rate_by_layer(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [param], "lr": 0.01 * (1 + len(name) % 3)} for name, param in named])
+
+
+def test_params_of_unlike_settings_are_not_fused_as_no_engine_would() -> None:
+    found = probe(rate_by_layer)
+    assert (found.scope, found.shape_sensitive) == ("element", False)
+
+
 def test_a_partial_of_a_class_is_the_class_with_settings() -> None:
     found = probe(functools.partial(torch.optim.SGD, momentum=0.9), params="1d")
     assert (found.optimizer, dict(found.settings)) == ("torch.optim.sgd.SGD", {"momentum": "0.9"})
@@ -341,6 +350,23 @@ def test_a_class_that_must_be_given_more_says_what() -> None:
 def test_what_cannot_be_probed_is_refused_in_one_sentence(call: Callable[[], Probe], complaint: str) -> None:
     with pytest.raises(ts.UnsupportedError, match=complaint):
         call()
+
+
+class Exits(Rule):
+    def __init__(self, params: Any) -> None:
+        raise SystemExit("no licence")
+
+
+class WantsAGraph(Rule):
+    def step(self, closure: Any) -> None:
+        closure().backward()
+
+
+@pytest.mark.parametrize(("rule", "why"), [(Exits, "SystemExit: no licence"), (WantsAGraph, "does not require grad")])
+def test_what_stands_in_the_way_is_told_whatever_a_class_raises(rule: type[Rule], why: str) -> None:
+    found = probe(rule)
+    assert not found.checked
+    assert why in found.why
 
 
 def test_a_class_that_cannot_be_built_says_why_it_cannot() -> None:
