@@ -42,6 +42,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.py"
     path.write_text(textwrap.dedent(MINE), encoding="utf-8")
+    (tmp_path / "two_lines.py").write_text('raise ValueError("one\\ntwo")\n', encoding="utf-8")
     (tmp_path / "broken.py").write_text("import what_is_not_there\n", encoding="utf-8")
     return path
 
@@ -82,6 +83,8 @@ def test_what_fails_is_exit_status_1_and_is_in_the_json_file(mine: Path, capsys:
         (["adamw", "--reference", "nowhere:X"], "there is no reference 'nowhere:X'"),
         (["adamw", "--params", "wide"], "expected params to be \"2d\", or shapes by name, found 'wide'"),
         (["adamw", "--json", "no/such/folder/report.json"], "expected a file in a folder that exists"),
+        (["adamw", "--json", "."], "expected a file in a folder that exists, found '.'"),
+        (["two_lines:X"], "cannot be imported: ValueError: one two ("),
         ([], "Missing argument"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_mutant_is_failed_by_the_row_named_for_it_and_by_its_consequences_alon
 
 
 def test_consequences_name_the_row_that_they_follow_from() -> None:
-    report = ts.check_optimizer(MUTANT_WITH_CONSEQUENCES, reference="adamw")
+    report = ts.check_optimizer(MUTANT_WITH_CONSEQUENCES, reference="adamw", params="1d")
     follows = [row for row in report.rows if row.because]
     assert follows
     assert all(row.findings[0].cause == f"it follows from {CHECKS['counters'].code}" for row in follows)
@@ -152,7 +152,7 @@ def test_without_a_reference_the_rule_is_not_judged() -> None:
 
 @pytest.fixture(scope="module")
 def scaled() -> ts.OptimizerReport:
-    return ts.check_optimizer(GradientScaled, reference="adamw", lr=0.01)
+    return ts.check_optimizer(GradientScaled, reference="adamw", params="1d", lr=0.01)
 
 
 def test_the_findings_have_codes_laws_and_fixes(scaled: ts.OptimizerReport) -> None:

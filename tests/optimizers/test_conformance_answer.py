@@ -60,6 +60,26 @@ def test_a_class_that_goes_below_the_dtensor_ends_elsewhere_and_is_seen() -> Non
     assert fsdp1.verdict == "elsewhere"
 
 
+def decayed_matrices(named: Any) -> torch.optim.Optimizer:
+    parts = [([p for _, p in named if p.ndim > 1], 0.1), ([p for _, p in named if p.ndim <= 1], 0.0)]
+    return torch.optim.SGD([{"params": params, "weight_decay": decay} for params, decay in parts], lr=0.1)
+
+
+def test_a_function_that_chooses_by_shape_chooses_before_zero_shards_and_after_fsdp1_does() -> None:
+    fsdp2, fsdp1, zero = answer(decayed_matrices).places
+    assert [one.verdict for one in (fsdp2, fsdp1, zero)] == ["exact", "elsewhere", "exact"]
+    assert "each group's params in one tensor" in zero.told
+
+
+def test_several_optimizers_are_not_tried_on_an_engine() -> None:
+    def two(named: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([param]) for _, param in named]
+
+    zero = answer(two).places[2]
+    assert zero.verdict == "not tried"
+    assert "an engine takes one optimizer" in zero.told
+
+
 def test_what_takes_sparse_gradients_only_is_not_tried_and_says_why() -> None:
     places = answer(torch.optim.SparseAdam).places
     assert {place.verdict for place in places} == {"not tried"}

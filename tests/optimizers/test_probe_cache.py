@@ -80,6 +80,17 @@ def test_a_function_is_remembered_by_itself_and_not_in_files(folder: Path, count
     assert not folder.exists()
 
 
+class Mine(torch.optim.SGD):
+    """Of a module that has no version: what it imports may change."""
+
+
+def test_a_class_that_is_not_installed_is_remembered_in_memory_only(folder: Path, counted: list[Any]) -> None:
+    for _ in range(2):
+        probe(Mine, params="1d")
+    assert len(counted) == 1
+    assert not folder.exists()
+
+
 def test_settings_whose_text_does_not_tell_them_are_not_remembered(folder: Path, counted: list[Any]) -> None:
     for _ in range(2):
         probe(torch.optim.SGD, params="1d", lr=torch.tensor(0.1))

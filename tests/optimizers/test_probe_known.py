@@ -18,6 +18,7 @@ ELEMENTWISE = {
     "schedulefree": "AdamWScheduleFree SGDScheduleFree",
     "lion_pytorch": "Lion",
 }
+FLAT_AND_WIDE = {"first.bias": (13,), "first.weight": (7, 4), "second.weight": (4, 9), "second.bias": (5,)}
 # The scope overall, in 2 dims and in 1 dim.
 WIDER = {
     "torch.optim:Adafactor": (TENSOR, TENSOR, TENSOR),
@@ -63,7 +64,7 @@ def test_an_element_wise_class_is_found_so_in_every_number_of_dims(package: str,
 
 @pytest.mark.parametrize("where", WIDER)
 def test_a_wider_class_is_found_as_wide_as_it_is(where: str) -> None:
-    found = probe(class_of(*where.split(":")))
+    found = probe(class_of(*where.split(":")), params=FLAT_AND_WIDE)
     assert (found.scope, found.scope_by_ndim[2], found.scope_by_ndim[1]) == WIDER[where]
 
 

@@ -36,7 +36,7 @@ def check_optimizer(
     Exit status: 0 nothing failed (warnings are no failures), 1 something failed, 2 it cannot be built, or the input is wrong.
     """
     settings = dict(setting(text) for text in set or ())
-    if json is not None and not json.absolute().parent.is_dir():
+    if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
         raise typer.BadParameter(f"expected a file in a folder that exists, found {str(json)!r}.", param_hint="'--json'")
     # Here, not above: --help must not load torch.
     from truestep.optimizers.conformance.run import check_optimizer as check

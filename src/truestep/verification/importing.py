@@ -142,7 +142,7 @@ def failed(what: str, error: BaseException, folder: Path) -> str:
     file, line, said = (own[-1].filename, own[-1].lineno, str(error)) if own else ("", None, str(error))
     if isinstance(error, SyntaxError) and error.filename:
         file, line, said = error.filename, error.lineno, error.msg
-    return f"{what}: {type(error).__name__}: {said} ({file}, line {line}). Mend it, or give another."
+    return f"{what}: {type(error).__name__}: {' '.join(said.split())} ({file}, line {line}). Mend it, or give another."
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from truestep.backends import rehearsal
 from truestep.optimizers.conformance.bench import PARAM, Bench, Slots
@@ -78,7 +78,7 @@ def answered(subject: Subject, probe: Probe) -> Answer:
     fsdp2 = _fsdp2(subject, probe)
     instead = "FSDP2, where it runs exactly, or DDP" if fsdp2.verdict == "exact" else _WHOLE
     fsdp1 = _on_shards(subject, probe, "fsdp1", _flat, "flat shards of each param", instead)
-    zero = _on_shards(subject, probe, "zero", _fused, "shards of all params in one tensor", instead)
+    zero = _zero(subject, probe, instead)
     return Answer(_scope(probe), (fsdp2, fsdp1, _with_zeros(subject, probe, zero)))
 
 
@@ -152,9 +152,36 @@ def _flat(tensors: Mapping[str, Tensor]) -> Ranks:
     return [{name: parts[rank] for name, parts in halves.items() if parts[rank].numel()} for rank in range(RANKS)]
 
 
-def _fused(tensors: Mapping[str, Tensor]) -> Ranks:
-    """Return what each rank holds: its range of all params end to end, in one tensor."""
-    return [{"fused": part} for part in torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).tensor_split(RANKS)]
+def _zero(subject: Subject, probe: Probe, instead: str) -> Place:
+    """Return what becomes of it where each group's params lie end to end in one tensor, of which a rank holds a range."""
+    if len(subject.usual.optimizers) > 1:
+        return Place("zero", "not tried", "not tried: an engine takes one optimizer, and here are several", instead)
+    held = [{id(param) for param in group["params"]} for group in subject.usual.groups]
+    names = [[name for name, param in subject.usual.params.items() if id(param) in ids] for ids in held]
+
+    def fused(tensors: Mapping[str, Tensor]) -> Ranks:
+        ends = {str(number): torch.cat([tensors[name].reshape(-1) for name in its]) for number, its in enumerate(names) if its}
+        parts = {number: end.tensor_split(RANKS) for number, end in ends.items()}
+        return [{number: parts[number][rank] for number in parts} for rank in range(RANKS)]
+
+    return _on_shards(subject, probe, "zero", fused, "shards of each group's params in one tensor", instead)
+
+
+def _sharded(subject: Subject, backend: str, held: Mapping[str, Tensor]) -> Bench:
+    """Return the optimizer of one rank's shards.
+
+    An engine is given an optimizer that was made of whole params, and puts its own tensors into the groups: a function that
+    chooses by names or shapes has chosen by then. FSDP1's params are shards before an optimizer is made of them.
+    """
+    if backend != "zero" or subject.way.form != "function":
+        return subject.bench(held)
+    bench = subject.bench()
+    bench.params = {name: nn.Parameter(part.clone()) for name, part in held.items()}
+    for number, group in enumerate(bench.groups):
+        group["params"] = [bench.params[str(number)]] if str(number) in held else []
+    for optimizer in bench.optimizers:
+        optimizer.state.clear()
+    return bench
 
 
 def _on_shards(
@@ -164,7 +191,7 @@ def _on_shards(
     steps = subject.short(STEPS)
     how = f"{RANKS} ranks' {what}, {steps} steps"
     try:
-        benches = [subject.bench(held) for held in cut(values)]
+        benches = [_sharded(subject, backend, held) for held in cut(values)]
         for step in range(steps):
             for bench, its in zip(benches, cut(gradients(values, step)), strict=True):
                 bench.step(its)

@@ -49,6 +49,7 @@ _LOAD: Final = "torch.optim.Optimizer.load_state_dict"
 _FSDP2: Final = "torch.distributed.fsdp.fully_shard"
 _KERNELS: Final = "torch.optim, section on foreach and fused implementations"
 _STEP: Final = ("construction", "no-hidden-step", "counters")
+_RUNS: Final = ("repeatable",)  # what compares two runs says nothing where two alike differ
 _SAVED: Final = ("loaded", "keeps-dtype")
 
 _ALL: Final = (
@@ -97,7 +98,7 @@ _ALL: Final = (
         "a zero gradient is an observation: skipped, moments stay too large, and ranks that skip it age otherwise",
         "torch.optim.Optimizer.zero_grad, on set_to_none",
         stepping.zero_gradient,
-        ("counters",),
+        ("counters", "late-updates", "young-updates"),
     ),
     Check(
         "repeatable",
@@ -128,7 +129,7 @@ _ALL: Final = (
         "torch.optim.Optimizer.zero_grad",
         stepping.zero_grad,
     ),
-    Check("maximize", "update", "a flag that is taken must act", "torch.optim.SGD, on maximize", stepping.maximize),
+    Check("maximize", "update", "a flag that is taken must act", "torch.optim.SGD, on maximize", stepping.maximize, _RUNS),
     Check(
         "hooks",
         "update",
@@ -151,7 +152,7 @@ _ALL: Final = (
         "the rule itself, once its moments are old",
         "the reference",
         rules.late_updates,
-        (*_STEP, "gradients-unaltered"),
+        (*_STEP, *_RUNS, "gradients-unaltered"),
     ),
     Check(
         "eps-place",
@@ -159,7 +160,7 @@ _ALL: Final = (
         "eps inside the root is 1e4 times as large: params with small gradients stand still",
         "the reference; D. P. Kingma, J. Ba, Adam, ICLR 2015, algorithm 1",
         rules.eps,
-        (*_STEP, "gradients-unaltered", "late-updates"),
+        (*_STEP, "gradients-unaltered", "late-updates", "young-updates"),
     ),
     Check(
         "decay-place",
@@ -223,6 +224,7 @@ _ALL: Final = (
         "DeepSpeed makes Adagrad anew from its defaults; tools copy optimizers so",
         "deepspeed.runtime.zero.stage_1_and_2, initialize_optimizer_states",
         settings.rebuilt,
+        _RUNS,
         severity="warning",
     ),
     # -- Shapes
@@ -310,6 +312,7 @@ _ALL: Final = (
         "EMA, sweeps and fault-tolerant loops deep-copy optimizers: what __getstate__ drops is lost",
         "torch.optim.Optimizer.__getstate__",
         continuing.copied,
+        _RUNS,
     ),
     Check(
         "weights-only",
@@ -325,6 +328,7 @@ _ALL: Final = (
         "offloading moves state away and back between steps",
         "deepspeed, ZeRO-Offload",
         continuing.moved_state,
+        _RUNS,
     ),
     # -- State
     Check("state-apart", "state", "shared memory is written twice a step", "truestep, law of state", precision.state_apart),

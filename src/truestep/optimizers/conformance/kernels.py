@@ -18,6 +18,7 @@ from truestep.optimizers.probe.build import arguments
 
 STEPS: Final = 3
 KERNELS: Final[tuple[str, ...]] = ("foreach", "fused")
+_REFUSING: Final = (*KERNELS, "support", "implement", "require", "dtype", "half", "bfloat16", "float16")
 # Sizes of full vector blocks with a rest: bodies and tails round differently, and one of torch's kernels forgets the bodies.
 _SIZES: Final = {0: (), 1: (1003,), 2: (37, 29), 4: (5, 7, 6, 5)}
 
@@ -35,8 +36,8 @@ def agree(dtype: torch.dtype, case: Case) -> str:
     for name, flags_by_name in variants.items():
         try:
             _bench(subject, dtype, flags_by_name).run(0, 1)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            refused[name] = first_line(error)
+        except Exception as error:  # whatever a class says to a kernel
+            refused[name] = refusal(error)
             continue
         told[name] = _judged(case, dtype, name, flags_by_name, plain)
     if "plain" in refused:
@@ -45,6 +46,14 @@ def agree(dtype: torch.dtype, case: Case) -> str:
         raise NotApplicable(f"its other kernels refuse {dtype} here: {refused.popitem()[1]}")
     against = reference.name if isinstance(reference, Textbook) else "the plain kernel"
     return f"{', '.join(told)} against {against}" + (f"; {', '.join(refused)} refused" if refused else "")
+
+
+def refusal(error: Exception) -> str:
+    """Return what an error says if it refuses a kernel or dtype by name, as torch's do; raise it if it is another."""
+    told = first_line(error)
+    if any(word in told.lower() for word in _REFUSING):
+        return told
+    raise error
 
 
 def _judged(case: Case, dtype: torch.dtype, name: str, flags: dict[str, bool], plain: dict[str, bool]) -> str:

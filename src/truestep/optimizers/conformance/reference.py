@@ -21,7 +21,7 @@ from truestep.optimizers.conformance.given import Gradients, gradients
 from truestep.optimizers.conformance.problem import Failed, NotApplicable, Problem
 from truestep.optimizers.conformance.subject import Subject, subject_of
 from truestep.optimizers.probe.build import arguments, name_of, target_of
-from truestep.optimizers.textbook import RULES, Arithmetic, Operand, Rule, hyper_of, rule, rule_of
+from truestep.optimizers.textbook import RULES, Arithmetic, Operand, Rule, hyper_of, rule, rule_of, with_rate
 from truestep.proof.bounds import Expected, unit_roundoff, worst
 from truestep.proof.update import Judgement, judge, sensitivity
 from truestep.words.errors import UnsupportedError
@@ -102,8 +102,9 @@ def walked(
         before = bench.values()
         bench.step(handed)
         slots = bench.slots()
+        # Which step it is we know: a class that took one more than it was asked to is not to be believed.
         count = {
-            name: float(step + 1 if slot_id is None else slots.get(slot_id, step + 1))
+            name: float(slots.get(slot_id, step + 1) if aged and slot_id is not None else step + 1)
             for name, slot_id in counter_by_name.items()
         }
         walk.steps.append(Taken(before, handed, count, bench.values()))
@@ -147,7 +148,7 @@ class Textbook:
             # What is kept in fewer bits than the param has can be no closer: whether that is close enough another check tells.
             arithmetic = Arithmetic.of(max([param.dtype, *_kept_in(walk.bench, name)], key=unit_roundoff))
             hyper = hyper_of(self.rule, walk.bench.group_of(name), param.dtype)
-            state = self._new(param, hyper, arithmetic)
+            state, hyper = self._new(param, hyper, arithmetic), with_rate(hyper, walk.bench.group_of(name))
             for number, taken in enumerate(walk.steps, start=1):
                 gradient = taken.gradients[name]
                 if gradient is None:

@@ -19,7 +19,7 @@ LARGE: Final = 64.0  # moments without corrections begin small: gradients so lar
 
 
 def young_updates(case: Case) -> str:
-    """The first updates, by its own counter's word for which they are."""
+    """The first updates, from the very first step."""
     subject, held = case.subject, _given(case)
     bench = subject.bench(size=SMALL).set(weight_decay=0.0)
     return demand_agreement(held, walked(subject, bench, STEPS), "the first updates")
@@ -42,7 +42,7 @@ def eps(case: Case) -> str:
         raise NotApplicable(f"{held.name} has no eps")
     bench = subject.bench(size=SMALL).set(weight_decay=0.0)
     start = bench.values()
-    walk = walked(subject, bench, STEPS, aged=bool(subject.counters), given=lambda step: gradients(start, step, decades=True))
+    walk = walked(subject, bench, STEPS, given=lambda step: gradients(start, step, decades=True))
     return demand_agreement(held, walk, "the updates by tiny gradients")
 
 

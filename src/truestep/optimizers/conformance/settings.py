@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, Final
@@ -96,8 +97,8 @@ def added_group(case: Case) -> str:
     bench = subject.bench({name: value for name, value in values.items() if name != late}).run(0, STEPS)
     param = nn.Parameter(values[late].clone())
     template = next(group for group in subject.usual.groups if any(one is subject.usual.params[late] for one in group["params"]))
-    flag = {subject.way.flag: template[subject.way.flag]} if subject.way.flag else {}
-    bench.optimizers[0].add_param_group({"params": [(late, param)] if subject.way.form == "names" else [param], **flag})
+    its = {key: copy.deepcopy(value) for key, value in template.items() if key not in ("params", "param_names")}
+    bench.optimizers[0].add_param_group({**its, "params": [(late, param)] if subject.way.form == "names" else [param]})
     bench.params[late] = param
     try:
         bench.run(STEPS, 2 * STEPS)

@@ -42,7 +42,7 @@ def refusing() -> Iterator[None]:
     """Raise whatever is raised inside as a `Refusal`, so that errors of the probe itself are not taken for it."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         raise Refusal(f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__) from error
 

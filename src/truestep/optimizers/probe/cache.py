@@ -2,7 +2,8 @@
 
 A class is known by its name, the source of every module that it inherits from, the versions of torch and of what it comes from,
 and its settings; and by the source of the probe itself. Of a function the source says too little (it looks into its
-surroundings): it is remembered in memory only, as long as it lives. ``TRUESTEP_CACHE`` names the folder; ``off`` turns the
+surroundings), and of a class that is not installed too (what its module imports may change, and has no version): they are
+remembered in memory only, as long as they live. ``TRUESTEP_CACHE`` names the folder; ``off`` turns the
 files off.
 """
 
@@ -28,6 +29,7 @@ from truestep.optimizers.probe.result import Probe
 from truestep.words.errors import TrueStepError
 
 OFF: Final = "off"
+_INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _PLAIN: Final = (bool, int, float, str, type(None))
 _probe_by_mark: dict[str, Probe] = {}
 _probes_by_function: weakref.WeakKeyDictionary[Any, dict[str, Probe]] = weakref.WeakKeyDictionary()
@@ -137,14 +139,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def _source(cls: type) -> list[str] | None:
-    """Return a digest of each module that the class inherits from; None if one has no file, as in a notebook."""
+    """Return a digest of each module that the class inherits from; None if one is not of an installed version."""
     found = []
     for base in cls.__mro__:
         if base is object:
             continue
         try:
-            found.append(_digest(Path(inspect.getfile(base))))
-        except (TypeError, OSError):
+            file = Path(inspect.getfile(base))
+            if _INSTALLED.isdisjoint(file.parts):
+                return None
+            found.append(_digest(file))
+        except (TypeError, OSError):  # it has no file, as in a notebook
             return None
     return found
 

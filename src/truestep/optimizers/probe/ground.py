@@ -19,6 +19,7 @@ from truestep.optimizers.probe.run import Field, Trace
 
 TRIED_STEPS: Final = 3
 MOST_OPERATIONS: Final = 1000  # a param and step; Adam takes 12, Newton-Schulz 40
+_CLOSURE: Final = "argument: 'closure'"  # what Python says of a step that was not given one
 # Zero gradients, then absent ones, are left out where a class cannot bear them.
 _MERCIES: Final = ((True, True), (False, True), (True, False), (False, False))
 
@@ -89,7 +90,7 @@ def find_ground(
         ground, error = _tried(way, subjects)
         if ground is not None:
             return ground, ""
-        if way.flag or not why:  # of the most usual way, and of the one that it asked for
+        if way.flag or not why or _CLOSURE in why:  # of the most usual way, and of the one that it asked for
             why = error
         if not asked and (asked := flag_in(error)):
             tried = [replace(one, form="groups", flag=asked) for one in ways[:2]] + tried

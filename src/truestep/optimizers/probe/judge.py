@@ -101,6 +101,16 @@ def scope_of_cuts(subject: Subject, broken: Collection[str]) -> Scope:
     return Scope.TENSOR if telling & failed else Scope.ELEMENT
 
 
+def may_share(whole: Trace, subjects: Collection[int]) -> bool:
+    """Tell whether subjects may lie in one tensor, as an engine fuses them: those that are stepped with the same settings."""
+    settings = []
+    for subject in subjects:
+        param = _param(whole, subject)
+        group = next((one for one in groups_of(whole.optimizers) if any(param is its for its in one["params"])), {})
+        settings.append({key: repr(value) for key, value in group.items() if key not in ("params", "param_names")})
+    return all(its == settings[0] for its in settings)
+
+
 # -- One element, one param, against the others
 
 

@@ -151,6 +151,8 @@ def _cut(trial: _Trial, seen: Measured, kinds: Sequence[str]) -> None:
         seen.broken_by_subject.setdefault(plan.subjects[number].original, set()).add(layout)
 
     cuts = [cut for cut in plan.cuts if any(is_open(cut.layout, number) for number in cut.subjects)]
+    whole = next(iter(seen.whole_by_kind.values()))
+    cuts = [cut for cut in cuts if judge.may_share(whole, {plan.subjects[number].original for number in cut.subjects})]
     held, raised = _pieces(trial.ground.way, cuts, trial.start, trial.gradients)
     if not seen.draws:
         parts = judge.misfits([part for part in held if is_open(part.layout, part.subject)], trial.calm)

@@ -4,8 +4,8 @@
 """
 
 from truestep.optimizers.textbook.definition import Rule
-from truestep.optimizers.textbook.expectation import expected, hyper_of
+from truestep.optimizers.textbook.expectation import expected, hyper_of, with_rate
 from truestep.optimizers.textbook.operand import Arithmetic, Operand
 from truestep.optimizers.textbook.table import RULES, references, rule, rule_of
 
-__all__ = ["RULES", "Arithmetic", "Operand", "Rule", "expected", "hyper_of", "references", "rule", "rule_of"]
+__all__ = ["RULES", "Arithmetic", "Operand", "Rule", "expected", "hyper_of", "references", "rule", "rule_of", "with_rate"]

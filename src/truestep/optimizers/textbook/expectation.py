@@ -46,6 +46,14 @@ def hyper_of(rule: Rule, group: Mapping[str, Any], dtype: torch.dtype = torch.fl
     return hyper
 
 
+def with_rate(hyper: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters with a learning rate that is kept in a tensor as an operand in that tensor's arithmetic."""
+    rate = group.get("lr")
+    if not isinstance(rate, Tensor) or not rate.is_floating_point():
+        return dict(hyper)
+    return {**hyper, "lr": Arithmetic.of(rate.dtype, scalar=True).exact(rate.item())}
+
+
 def expected(
     optimizer: Optimizer | type[Optimizer] | Rule | str,
     group: Mapping[str, Any],
@@ -88,8 +96,7 @@ def expected(
     theta = _real(param)
     hyper = hyper_of(chosen, group, param.dtype)
     before = _before(chosen, theta, hyper, old, arithmetic, scalars)
-    if isinstance(rate := group.get("lr"), Tensor):  # init took it for a number; the step takes it for what it is
-        hyper["lr"] = Arithmetic.of(rate.dtype, scalar=True).exact(rate.item()) if rate.is_floating_point() else rate.item()
+    hyper = with_rate(hyper, group)  # init took it for a number; the step takes it for what it is
     taken = _steps(old, group, step)
     counting = Arithmetic.of(scalars if _in_tensors(chosen, group) else torch.float64, scalar=True)
     t = counting.exact(torch.tensor(taken + 1, dtype=torch.float64, device=theta.device))
