@@ -30,6 +30,7 @@ STEPS: Final = 12
 RANKS: Final = 2
 _OPERATION: Final = re.compile(r"\b(?:aten|_c10d_functional|c10d)\.\w+(?:\.\w+)?")
 _WHOLE: Final = "DDP or ZeRO 0, which hand whole params over"
+LABELS: Final = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "zero": "ZeRO"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Answer:
 
     def lines(self) -> list[tuple[str, str]]:
         """Return ``(label, text)`` lines for people."""
-        return [("scope", f"{self.scope}."), *((place.backend.upper(), str(place)) for place in self.places)]
+        return [("scope", f"{self.scope}."), *((LABELS[place.backend], str(place)) for place in self.places)]
 
 
 def answered(subject: Subject, probe: Probe) -> Answer:
