@@ -220,7 +220,7 @@ class ZeroSession:
             self._owned = False
             try:
                 self._engine.destroy()
-            except RuntimeError as error:  # it takes all that optimizers keep to be of params (0.19.8)
+            except Exception as error:  # it takes all that optimizers keep to be of params (0.19.8)
                 logging.getLogger("truestep").warning("DeepSpeed could not take all of its engine down: %s", error)
             for hook in (self._engine.module_forward_pre_hook, self._engine.module_forward_post_hook):
                 hook.remove()

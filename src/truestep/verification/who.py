@@ -48,6 +48,7 @@ HOLDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 NO_WORD: Final = "not checked"  # state in objects that cannot be read: no word for or against a prediction
 SHOWN_CHARACTERS: Final = 160
+_EXCEPTION: Final = re.compile(r"^[A-Za-z_.]*(Error|Exception|Warning)\b")
 
 
 def classes() -> Iterator[str]:
@@ -122,11 +123,16 @@ def _came(cell: Cell, found: Probe, steps: int, verify: Callable[..., Report]) -
 
 
 def raised(text: str) -> str:
-    """Return from a run's error what the optimizer raised, with the operation where it names one."""
-    lines = [line for line in text.splitlines() if re.match(r"^[A-Za-z_.]*(Error|Exception|Warning)\b", line)]
-    line = (lines or text.splitlines() or [""])[-1 if lines else 0][:SHOWN_CHARACTERS]
-    operations = re.findall(r"(?:aten|prims)[.:]+\w[\w.]*\w", text)
-    return f"{line} [{operations[0]}]" if operations and operations[0] not in line else line
+    """Return from a run's error what the optimizer raised, with the operation, else the line, that it names."""
+    lines = text.splitlines() or [""]
+    number = max((at for at, line in enumerate(lines) if _EXCEPTION.match(line)), default=None)
+    if number is None:
+        return lines[0][:SHOWN_CHARACTERS]
+    what, before = lines[number][:SHOWN_CHARACTERS], "\n".join(lines[:number])
+    if operations := re.findall(r"(?:aten|prims)[.:]+\w[\w.]*\w", text):
+        return what if operations[0] in what else f"{what} [{operations[0]}]"
+    frames = re.findall(r'File "([^"]+)", line (\d+)', before)
+    return f"{what} [{Path(frames[-1][0]).name}, line {frames[-1][1]}]" if frames else what
 
 
 def contradicted(lines: Mapping[Cell, Mapping[str, Any]]) -> list[Cell]:
