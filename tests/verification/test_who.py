@@ -35,7 +35,7 @@ def test_every_class_of_torch_is_there_and_measured_on_every_backend():
         ),
         ("a headline\nRuntimeError: shapes do not fit\n  in aten::mm.out here", "RuntimeError: shapes do not fit [aten::mm.out]"),
         (
-            'headline\n  File "/a/b.py", line 3, in step\n  File "/c/d.py", line 5, in f\nAssertionError\n--- output\n File "e", line 7',
+            'headline\n File "/a/b.py", line 3, in step\n File "/c/d.py", line 5, in f\nAssertionError\n File "e", line 7',
             "AssertionError [d.py, line 5]",
         ),
         ("rank 1 gave no sign of life", "rank 1 gave no sign of life"),
