@@ -118,9 +118,9 @@ class ShardedSession(TorchSession):
         return self._kept(undo)
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Reduce gradients in the last micro-batch only."""
-        self._switch(last)
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> Iterator[None]:
+        """Reduce gradients in the last micro-batch only, or where `reduce` says so."""
+        self._switch(last if reduce is None else reduce)
         try:
             yield
         finally:

@@ -71,15 +71,20 @@ class PlainSession(TorchSession):
         )
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Put ``no_sync`` around the forward and backward of all but the last micro-batch."""
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> Iterator[None]:
+        """Put ``no_sync`` around the forward and backward of all but those to be reduced: by default the last."""
+        reduced = last if reduce is None else reduce
         with ExitStack() as without:
             for ddp in self._replicated():
                 # With a static graph DDP learns in the first window, and fails if that is not synchronised each time.
-                if not last and not (ddp.static_graph and self._first_window):
+                if not reduced and not (ddp.static_graph and self._first_window):
                     without.enter_context(ddp.no_sync())
             yield
         self._first_window = self._first_window and not last
+
+    def sync_modes(self) -> tuple[str, ...]:
+        """Return when gradients can be reduced: they are whole in any case, so once is no dearer."""
+        return ("last", "every")
 
     def plant(self, fault: str) -> None:
         """Keep ``no_sync`` on, or sum in the communication hook (which DDP never lets go)."""

@@ -14,11 +14,12 @@ import torch
 from truestep.backends import base, slots
 from truestep.backends.base import Session, Settings
 from truestep.state import ranks
+from truestep.state.generators import restore_rng, rng_states
 from truestep.verification import link, made, planted, worker
 from truestep.verification.cell import CellPlan, seed_everything
 from truestep.verification.loop import Loop, measured_reduction, own_items, window_weights
 from truestep.verification.recipe import Recipe, load
-from truestep.verification.record import Recorder, restore_rng, rng_states
+from truestep.verification.record import Recorder
 from truestep.words.errors import VerifyError
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from truestep.backends import slots
 from truestep.backends.base import Session
+from truestep.state.generators import restore_rng, rng_states
 from truestep.verification.recipe import Recipe
-from truestep.verification.record import restore_rng, rng_states
 
 
 @dataclass(frozen=True)
