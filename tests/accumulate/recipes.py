@@ -20,7 +20,7 @@ OPTIMIZERS = {
 
 
 class Tagger(nn.Module):
-    """Tokens (rows, length) in, numbers (rows, length, 5) out; no two params of one shape."""
+    """Tokens (rows, length) in, numbers (rows x length, 5) out; no two params of one shape."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Tagger(nn.Module):
         self.head = nn.Linear(13, OUTPUTS)
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
+        x = self.embedding(tokens.flatten())
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.head(x)
@@ -51,7 +51,7 @@ def micro_batch(seed, scale=1.0):
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, 19, (ROWS, LENGTH), generator=draw)
     lengths = torch.randint(1, LENGTH + 1, (ROWS, 1), generator=draw)
-    return tokens * (torch.arange(LENGTH) < lengths), scale * torch.randn(ROWS, LENGTH, OUTPUTS, generator=draw)
+    return tokens * (torch.arange(LENGTH) < lengths), scale * torch.randn(ROWS * LENGTH, OUTPUTS, generator=draw)
 
 
 def num_tokens(batch):
@@ -60,7 +60,7 @@ def num_tokens(batch):
 
 def errors(model, batch):
     tokens, targets = batch
-    return (model(tokens) - targets).square().sum(-1)[tokens != 0]
+    return (model(tokens) - targets).square().sum(-1)[tokens.flatten() != 0]
 
 
 def mean_loss(model, batch):

@@ -13,6 +13,7 @@ from truestep.accumulate.phases import CALLS, TABLE, Event, Phase, allowed, foll
 # Every pair that is legal, written out once more: event -> from which phases to which.
 LEGAL = {
     Event.OPEN: {Phase.IDLE: Phase.ACCUMULATING},
+    Event.NEXT: {Phase.ACCUMULATING: Phase.ACCUMULATING},
     Event.BACKWARD: {Phase.ACCUMULATING: Phase.ACCUMULATING},
     Event.LAST_BACKWARD: {Phase.ACCUMULATING: Phase.REDUCED},
     Event.CLIP: {Phase.REDUCED: Phase.CLIPPED},

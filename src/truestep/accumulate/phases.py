@@ -33,6 +33,7 @@ class Event(Enum):
     """What happens to it."""
 
     OPEN = "open"
+    NEXT = "next micro-batch"
     BACKWARD = "backward"
     LAST_BACKWARD = "last backward"
     CLIP = "clip"
@@ -44,6 +45,7 @@ class Event(Enum):
 
 TABLE: Final[Mapping[tuple[Phase, Event], Phase]] = {
     (Phase.IDLE, Event.OPEN): Phase.ACCUMULATING,
+    (Phase.ACCUMULATING, Event.NEXT): Phase.ACCUMULATING,
     (Phase.ACCUMULATING, Event.BACKWARD): Phase.ACCUMULATING,
     (Phase.ACCUMULATING, Event.LAST_BACKWARD): Phase.REDUCED,
     (Phase.ACCUMULATING, Event.SKIP): Phase.SKIPPED,
@@ -81,7 +83,7 @@ def allowed(phase: Phase) -> list[Event]:
     """Return the events that may come now.
 
     >>> [event.value for event in allowed(Phase.ACCUMULATING)]
-    ['backward', 'last backward', 'skip', 'fail']
+    ['next micro-batch', 'backward', 'last backward', 'skip', 'fail']
     """
     return [event for (at, event) in TABLE if at is phase]
 

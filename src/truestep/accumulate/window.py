@@ -119,6 +119,8 @@ class Window:
                 self._exchange(
                     Event.BACKWARD, [refusal(self.phase, Event.LEAVE, f"{self._index} backwards in {index} micro-batches")]
                 )
+            if index and self._rules.sync.sharded:  # the forward to come communicates
+                self._exchange(Event.NEXT, [])
             if index < self._own:
                 drawn = self._drawn.pop(0)  # not kept longer than needed
                 drawn.restore()
