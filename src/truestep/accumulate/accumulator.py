@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from truestep.accumulate import drawing
 from truestep.accumulate.agreement import adds_up_apart, agree_on, check, not_finite, wrong_length
 from truestep.accumulate.exchange import exchanged, row
+from truestep.accumulate.later import Later
 from truestep.accumulate.phases import Event
 from truestep.accumulate.sync import chosen
 from truestep.accumulate.weights import known_ahead
@@ -113,7 +114,7 @@ class Accumulator:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._passed = 0  # batches that the next `windows` does not use
         self._window: Window | None = None
-        self._unread: Tensor | None = None  # the loss of the last step
+        self._unread: Later | None = None  # the loss of the last step
         alone = session.backend == "single" or ranks.count() == 1
         scaler = scaler if scaler is not None else session.extras.get("scaler")
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -225,7 +226,7 @@ class Accumulator:
     def _after_step(self, window: Window) -> None:
         self._counts["windows"] += 1
         self._counts["stepped"] += window.stepped
-        self._unread = window.loss if self._rules.scaler is None else None
+        self._unread = Later(window.loss) if window.loss is not None and self._rules.scaler is None else None
 
     def _settle(self) -> None:
         """Raise if the loss of the last step was not finite: it is the same on every rank, and read only now.
@@ -234,7 +235,7 @@ class Accumulator:
             WindowError: ``window/not-finite``.
         """
         loss, self._unread = self._unread, None
-        if loss is not None and not math.isfinite(value := float(loss)):
+        if loss is not None and not math.isfinite(value := loss.read()):
             raise WindowError("", [not_finite(value, self._counts["windows"])])
 
     # -- state

@@ -284,7 +284,10 @@ def attach(model: Any, optimizer: Any) -> AcceleratedSession:
     """Return a session that reads what `prepare` returned."""
     inner = slots.like(optimizer, [innermost(item) for _, item in slots.labelled_items(optimizer)])
     under = base.attach(model, inner)
-    return AcceleratedSession(f"accelerate-{under.backend}", model, optimizer, under)
+    session = AcceleratedSession(f"accelerate-{under.backend}", model, optimizer, under)
+    scalers = (getattr(item, "scaler", None) for _, item in slots.labelled_items(optimizer))
+    session.extras["scaler"] = next((scaler for scaler in scalers if scaler is not None), None)
+    return session
 
 
 def drawn() -> Undo:
