@@ -107,10 +107,9 @@ def unsharded_grad(record):
 @pytest.mark.truestep(world_size=2)
 def test_the_choice_is_told_with_what_the_other_would_cost(rank):
     with wrapped("fsdp2") as session:
-        told = accumulator(session, micro_batches=K).describe()
-        assert told == (
-            f"fsdp2, 4 micro-batches a window; sync every: gradients stay sharded; 'last' would keep {4 * NUMEL:,} bytes of whole "
-            "gradients on each rank"
+        assert accumulator(session, micro_batches=K).describe() == (
+            "fsdp2, 4 micro-batches a window; sync every: gradients stay sharded; 'last' would keep "
+            f"{4 * NUMEL:,} bytes of whole gradients on each rank"
         )
     with wrapped("ddp") as session:
         assert (

@@ -8,7 +8,7 @@ unsharded ones), so names and params come from FSDP's own records.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -117,14 +117,12 @@ class ShardedSession(TorchSession):
 
         return self._kept(undo)
 
-    @contextmanager
-    def micro_batch(self, last: bool, reduce: bool | None = None) -> Iterator[None]:
-        """Reduce gradients in the last micro-batch only, or where `reduce` says so."""
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> AbstractContextManager[None]:
+        """Reduce gradients in the last micro-batch only, or where `reduce` says so: from now on, until the context ends."""
         self._switch(last if reduce is None else reduce)
-        try:
-            yield
-        finally:
-            self._switch(True)
+        context = ExitStack()  # no generator: one that is left open would act when the collector finds it, on half a model
+        context.callback(self._switch, True)
+        return context  # type: ignore[return-value]
 
     def _switch(self, reduce: bool) -> None:
         for module in (module for root in self.modules() for module in sharded_modules(root)):
