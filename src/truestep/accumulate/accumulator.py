@@ -91,10 +91,18 @@ class Accumulator:
         )
 
     @classmethod
-    def over(cls, session: Session, micro_batches: int, **settings: Any) -> Accumulator:
-        """Return an accumulator over a session that is already there; `settings` as of the class."""
+    def over(cls, session: Session, micro_batches: int, *, ends_on_nan: bool = True, **settings: Any) -> Accumulator:
+        """Return an accumulator over a session that is already there.
+
+        Args:
+            session: Of any backend.
+            micro_batches: As of the class.
+            ends_on_nan: Whether a loss that is not finite is an error.
+            **settings: The others of the class, by name.
+        """
         made = cls.__new__(cls)
         made._begin(session, micro_batches, **settings)
+        made._ends_on_nan = ends_on_nan
         return made
 
     def _begin(
@@ -114,6 +122,7 @@ class Accumulator:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._passed = 0  # batches that the next `windows` does not use
         self._window: Window | None = None
+        self._ends_on_nan = True
         self._unread: Later | None = None  # the loss of the last step
         alone = session.backend == "single" or ranks.count() == 1
         scaler = scaler if scaler is not None else session.extras.get("scaler")
@@ -226,7 +235,8 @@ class Accumulator:
     def _after_step(self, window: Window) -> None:
         self._counts["windows"] += 1
         self._counts["stepped"] += window.stepped
-        self._unread = Later(window.loss) if window.loss is not None and self._rules.scaler is None else None
+        may_end = self._ends_on_nan and self._rules.scaler is None
+        self._unread = Later(window.loss) if may_end and window.loss is not None else None
 
     def _settle(self) -> None:
         """Raise if the loss of the last step was not finite: it is the same on every rank, and read only now.
