@@ -60,7 +60,7 @@ def num_tokens(batch):
 
 def errors(model, batch):
     tokens, targets = batch
-    return (model(tokens) - targets).square().sum(-1)[tokens.flatten() != 0]
+    return (model(tokens).float() - targets).square().sum(-1)[tokens.flatten() != 0]
 
 
 def mean_loss(model, batch):
@@ -71,7 +71,7 @@ def sum_loss(model, batch):
     return errors(model, batch).sum()
 
 
-def recipe(optimizer, *, weights, reduction, tail, max_norm, sync="auto"):
+def recipe(optimizer, *, weights="ahead", reduction="mean", tail=False, max_norm=None, sync="auto", model=tagger, **pieces):
     """Return a recipe for `verify`.
 
     Args:
@@ -81,17 +81,19 @@ def recipe(optimizer, *, weights, reduction, tail, max_norm, sync="auto"):
         tail: The window is the shorter last one of a loader.
         max_norm: To clip at, or None.
         sync: When to reduce.
+        model: Makes the model.
+        pieces: Others of the recipe's.
     """
     loss = {"mean": mean_loss, "sum": sum_loss}[reduction]
     # One accumulator for the run: `verify` calls the loop once a step.
     accumulator = functools.cache(
-        lambda model, optimizer, length: ts.Accumulator(
-            model, optimizer, micro_batches=length, max_norm=max_norm, reduction=reduction, sync=sync
+        lambda model, optimizer, scheduler, length: ts.Accumulator(
+            model, optimizer, micro_batches=length, max_norm=max_norm, scheduler=scheduler, reduction=reduction, sync=sync
         )
     )
 
-    def train_step(model, optimizer, batches):
-        acc = accumulator(model, optimizer, len(batches) + tail)
+    def train_step(model, optimizer, batches, scheduler):
+        acc = accumulator(model, optimizer, scheduler, len(batches) + tail)
         for window in acc.windows(batches, num_tokens if weights == "ahead" else None):
             for batch in window:
                 late = {"num_items": num_tokens(batch)} if weights == "late" else {}
@@ -100,7 +102,7 @@ def recipe(optimizer, *, weights, reduction, tail, max_norm, sync="auto"):
         return window.loss
 
     return SimpleNamespace(
-        model=tagger,
+        model=model,
         optimizer=lambda named_params: OPTIMIZERS[optimizer]([param for _, param in named_params]),
         batches=batches,
         loss=loss,
@@ -108,7 +110,49 @@ def recipe(optimizer, *, weights, reduction, tail, max_norm, sync="auto"):
         reduction=reduction,
         num_items=None if weights == "equal" else num_tokens,
         max_norm=max_norm,
+        **pieces,
     )
+
+
+def halved_each_step(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def bf16_tagger():
+    return tagger().bfloat16()
+
+
+scheduled = recipe("adamw", scheduler=halved_each_step)
+bf16 = recipe("adamw", model=bf16_tagger)
+
+
+# --- done wrong by hand: what no program of tests/verification has
+
+
+def by_hand(train_step, **pieces):
+    """Return a recipe whose loop is a user's own."""
+    return SimpleNamespace(**{**vars(recipe("adamw")), "train_step": train_step, **pieces})
+
+
+def _divides_a_tail_by_the_full_count(model, optimizer, batches):
+    for batch in batches:
+        (mean_loss(model, batch) / (len(batches) + 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _divides_what_is_normalised_already(model, optimizer, batches):
+    counts = torch.tensor([float(num_tokens(batch)) for batch in batches])
+    total = counts.sum()
+    torch.distributed.all_reduce(total)
+    for batch in batches:
+        (sum_loss(model, batch) / total * torch.distributed.get_world_size() / len(batches)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+tail_by_hand = by_hand(_divides_a_tail_by_the_full_count, num_items=None)
+divided_again = by_hand(_divides_what_is_normalised_already)
 
 
 def __getattr__(name):
