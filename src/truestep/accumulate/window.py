@@ -20,7 +20,7 @@ from truestep.accumulate import scaling
 from truestep.accumulate.drawing import Drawn
 from truestep.accumulate.exchange import Row, exchanged, row
 from truestep.accumulate.folding import Fold
-from truestep.accumulate.phases import Event, Phase, following, refusal
+from truestep.accumulate.phases import TABLE, Event, Phase, following, refusal
 from truestep.accumulate.replay import Mute, Trace
 from truestep.accumulate.sync import Sync
 from truestep.accumulate.weights import Weights, no_items, wrong_counts
@@ -175,7 +175,7 @@ class Window:
         with self._failing():
             self._run(loss, num_items, count)
             self._context.close()
-        self.phase = following(self.phase, event) or self.phase
+        self._pass(event)
         self._index += 1
         if self._trace is not None:
             self._trace.restore()
@@ -207,7 +207,7 @@ class Window:
         self._exchange(Event.SKIP, findings)
         self._close()
         self._rules.session.discard()
-        self.phase = Phase.SKIPPED
+        self._pass(Event.SKIP)
 
     def refused(self, event: Event) -> Finding:
         """Return what is said of an event that may not come now."""
@@ -248,12 +248,13 @@ class Window:
             self._late_items += 0.0 if self._is_replay else math.nan if count is None else count
         self._note(loss, keeps, weight, num_items)
         self._mute.keep(keeps)
-        carried = 1.0 if self._fold else weight / session.loss_scale()
-        weighted = loss if isinstance(carried, float) and carried == 1.0 else loss * carried
+        scale = weight / session.loss_scale()
+        as_it_is = self._fold is not None or (isinstance(scale, float) and scale == 1.0)
+        weighted = loss if as_it_is else loss * scale
         session.backward(weighted if self._rules.scaler is None else self._rules.scaler.scale(weighted))
         self._mute.keep(True)
-        if self._fold:
-            self._fold.add(weight)
+        if self._fold is not None:
+            self._fold.add(scale)
 
     def _weight(self, num_items: float | Tensor | None, count: float | None) -> tuple[bool | Tensor, float | Tensor]:
         """Return whether the micro-batch counts at all, and what its loss is multiplied by."""
@@ -292,7 +293,7 @@ class Window:
         self.loss = value.float()
         finite = rules.scaler is None or scaling.unscale(rules.scaler, session.optimizers, rules.alone)
         self.grad_norm = session.clip(rules.max_norm) if rules.max_norm is not None else None
-        self.phase = Phase.CLIPPED
+        self._pass(Event.CLIP)
         if self._fold:
             self._fold.cast()
         if rules.scaler is not None:
@@ -306,7 +307,7 @@ class Window:
             session.advance(scheduler)
         session.zero_grad()
         self._close()
-        self.phase = Phase.STEPPED
+        self._pass(Event.STEP)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -315,6 +316,9 @@ class Window:
         except BaseException:
             self._fail()
             raise
+
+    def _pass(self, event: Event) -> None:
+        self.phase = TABLE[self.phase, event]
 
     def _fail(self) -> None:
         self.phase = following(self.phase, Event.FAIL) or self.phase

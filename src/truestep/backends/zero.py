@@ -193,8 +193,8 @@ class ZeroSession:
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def loss_scale(self) -> float:
-        """Return 1, or the scale of fp16 training: `backward` leaves the loss undivided."""
-        return float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+        """Return 1: `backward` leaves the loss undivided, and what fp16 training scales it by the engine's own step undoes."""
+        return 1.0
 
     def declare_clip(self, max_norm: float | None) -> float | None:
         """Set the engine's limit, unless its own configuration names one: then that is to be the same."""
