@@ -9,6 +9,10 @@ import pytest
 import recipes
 import torch
 from beside import accumulator, wrapped
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import truestep as ts
 from truestep.accumulate.accumulator import Accumulator
@@ -348,6 +352,29 @@ def test_what_a_backend_cannot_do_is_refused():
         ts.Accumulator(other, micro_batches=2)
     with pytest.raises(UnsupportedError, match="sync='last' with a grad_dtype"):
         ts.Accumulator(model.bfloat16(), optimizer, micro_batches=2, sync="last", grad_dtype=torch.float32)
+
+
+def hybrid(model):
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def tensor_parallel(model):
+    mesh = init_device_mesh("cpu", (2,))
+    return parallelize_module(model, mesh, {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
+
+
+def of_one_rank(model):
+    groups = [torch.distributed.new_group([each]) for each in range(2)]
+    return nn.parallel.DistributedDataParallel(model, process_group=groups[torch.distributed.get_rank()])
+
+
+@pytest.mark.truestep(world_size=2, timeout=60)
+@pytest.mark.parametrize("wrap", [hybrid, tensor_parallel, of_one_rank])
+def test_ranks_that_do_not_all_reduce_together_are_refused(wrap, rank):
+    model = wrap(recipes.tagger())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="expected gradients reduced over all 2 ranks by one dim of a mesh"):
+        ts.Accumulator(model, optimizer, micro_batches=2)
 
 
 @pytest.mark.truestep(world_size=2, timeout=60)

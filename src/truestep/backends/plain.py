@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from truestep.backends import slots
 from truestep.backends.base import Contract, Settings
-from truestep.backends.session import TorchSession, coarsest, need_process_group, no_such_switch
+from truestep.backends.session import TorchSession, coarsest, need_all_ranks, need_process_group, no_such_switch
 from truestep.words.errors import UnsupportedError
 from truestep.words.names import clean, labelled
 
@@ -84,6 +84,8 @@ class PlainSession(TorchSession):
 
     def sync_modes(self) -> tuple[str, ...]:
         """Return when gradients can be reduced: they are whole in any case, so once is no dearer."""
+        for ddp in self._replicated():
+            need_all_ranks(self.backend, ddp.process_group.size())
         return ("last", "every")
 
     def plant(self, fault: str) -> None:

@@ -252,6 +252,19 @@ def _is_inside_its_own_step(optimizer: torch.optim.Optimizer) -> bool:
     return steps > 1
 
 
+def need_all_ranks(backend: str, ranks: int) -> None:
+    """Demand that gradients are reduced over all ranks: what a loss of theirs weighs depends on their number.
+
+    Raises:
+        UnsupportedError: If they are reduced over `ranks` of them only, or by several dims of a mesh.
+    """
+    if ranks != dist.get_world_size():
+        raise UnsupportedError(
+            f"backend {backend!r}: expected gradients reduced over all {dist.get_world_size()} ranks by one dim of a mesh, found "
+            f"{ranks or 'another mesh'}. Hybrid sharding, tensor parallel and groups of ranks are not supported here yet."
+        )
+
+
 def need_process_group(backend: str) -> None:
     """Demand the process group that this backend reduces over.
 

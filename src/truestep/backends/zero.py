@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from truestep.backends import slots, zero_engine, zero_layout
 from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Settings, Undo
-from truestep.backends.session import coarsest_dtype, compiled, no_such_switch
+from truestep.backends.session import coarsest_dtype, compiled, need_all_ranks, no_such_switch
 from truestep.backends.zero_layout import Flat, Fragment
 from truestep.backends.zero_step import After, Before, StepBracket
 from truestep.state.view import StateView
@@ -186,6 +186,7 @@ class ZeroSession:
 
     def sync_modes(self) -> tuple[str, ...]:
         """Return when the engine reduces: that is its stage's, not ours to choose."""
+        need_all_ranks(self.backend, self._engine.dp_world_size)
         return ("every",) if self._engine.zero_optimization_stage() >= 2 else ("last",)
 
     def backward(self, loss: Tensor) -> None:
