@@ -103,7 +103,10 @@ setup
 case "$chore" in
     demo) exec python -m truestep demo "$@" ;;
     test) exec python -m pytest "$@" ;;  # without ARGS: testpaths
-    matrix) exec python -m truestep.verification.matrix "$@" ;;
+    matrix)
+        python -m truestep.verification.matrix "$@"
+        (($#)) || exec python tests/accumulate/matrix.py
+        ;;
     who) exec python -m truestep.verification.who "$@" ;;
     setup) say "ready" ;;
     *) "$chore" "$@" ;;

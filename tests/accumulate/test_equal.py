@@ -2,36 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from matrix import FACTORS, STEPS, healthy, judged
 
-from truestep.backends.base import BACKENDS
 from truestep.verification.pairwise import covering
-from truestep.verification.verifying import verify
-
-RECIPES = Path(__file__).parent / "recipes.py"
-FACTORS = {
-    "backend": list(BACKENDS),
-    "optimizer": ["adamw", "adagrad", "momentum"],
-    "micro_batches": [1, 3, 4],
-    "weights": ["equal", "ahead", "late"],
-    "reduction": ["mean", "sum"],
-    "tail": ["full", "tail"],
-    "clip": ["free", "clipped"],
-    "world_size": [2, 3],
-}
-STEPS = 4
-
-
-def healthy(row):
-    return (row["backend"], row["optimizer"]) != ("accelerate-fsdp2", "adagrad")  # accelerate itself loses its state
-
-
-def judged(row):
-    name = "_".join(row[factor] for factor in ("optimizer", "weights", "reduction", "tail", "clip"))
-    asked = {factor: row[factor] for factor in ("backend", "micro_batches", "world_size")}
-    return verify(f"{RECIPES}:{name}", steps=STEPS, **asked)
 
 
 @pytest.mark.parametrize("row", covering(FACTORS, allowed=healthy, seed=6), ids=lambda row: "-".join(map(str, row.values())))

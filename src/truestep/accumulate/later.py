@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Later:
-    """A 0-d tensor on its way to the host.
+    """What a 0-d tensor is now, on its way to the host.
 
     Note: why an event
         ``float(tensor)`` waits for everything that is queued on the device by then. The copy is queued now, into pinned memory,
@@ -15,12 +15,12 @@ class Later:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._device_tensor = tensor.detach()
-        self._value = self._device_tensor
+        self._kept = tensor.detach().clone()
+        self._value = self._kept
         self._event: torch.Event | None = None
         if tensor.device.type != "cpu":
             self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._value.copy_(self._device_tensor, non_blocking=True)
+            self._value.copy_(self._kept, non_blocking=True)
             self._event = torch.Event(tensor.device)
             self._event.record()
 
