@@ -105,6 +105,7 @@ case "$chore" in
     test) exec python -m pytest "$@" ;;  # without ARGS: testpaths
     matrix)
         python -m truestep.verification.matrix "$@"
+        (($#)) || python tests/accumulate/matrix.py
         (($#)) || exec python -m truestep.verification.who
         ;;
     who) exec python -m truestep.verification.who "$@" ;;

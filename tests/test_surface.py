@@ -17,6 +17,7 @@ import truestep
 
 # Changing this list changes what users may write: it goes with an entry in the docs.
 NAMES = [
+    "Accumulator",
     "CheckpointError",
     "Finding",
     "GuardError",
@@ -28,6 +29,7 @@ NAMES = [
     "TrueStepError",
     "UnsupportedError",
     "VerifyError",
+    "Window",
     "WindowError",
     "__version__",
     "check_optimizer",

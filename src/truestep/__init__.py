@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from truestep.accumulate.accumulator import Accumulator
+    from truestep.accumulate.window import Window
     from truestep.backends.inspecting import inspect
     from truestep.optimizers.conformance.report import OptimizerReport
     from truestep.optimizers.conformance.run import check_optimizer, optimizer_checks
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from truestep.words.finding import Finding
 
 __all__ = [
+    "Accumulator",
     "CheckpointError",
     "Finding",
     "GuardError",
@@ -38,6 +41,7 @@ __all__ = [
     "TrueStepError",
     "UnsupportedError",
     "VerifyError",
+    "Window",
     "WindowError",
     "__version__",
     "check_optimizer",
@@ -49,6 +53,7 @@ __all__ = [
 ]
 
 _MODULE_BY_NAME: Final = {
+    "Accumulator": "truestep.accumulate.accumulator",
     "CheckpointError": "truestep.words.errors",
     "Finding": "truestep.words.finding",
     "GuardError": "truestep.words.errors",
@@ -60,6 +65,7 @@ _MODULE_BY_NAME: Final = {
     "TrueStepError": "truestep.words.errors",
     "UnsupportedError": "truestep.words.errors",
     "VerifyError": "truestep.words.errors",
+    "Window": "truestep.accumulate.window",
     "WindowError": "truestep.words.errors",
     "check_optimizer": "truestep.optimizers.conformance.run",
     "inspect": "truestep.backends.inspecting",

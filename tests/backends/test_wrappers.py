@@ -141,7 +141,7 @@ def test_clipping_is_accelerates_or_the_engines_own(backend, opened, rank, world
 
 @pytest.mark.truestep(world_size=2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_prepare_returned_is_attached_to_and_only_read(backend, opened, rank, world_size):
+def test_what_prepare_returned_is_attached_to_and_acts_without_the_accelerator(backend, opened, rank, world_size):
     from accelerate.state import AcceleratorState
 
     ours = opened(backend)
@@ -156,9 +156,15 @@ def test_what_prepare_returned_is_attached_to_and_only_read(backend, opened, ran
         return
     assert session.backend == backend
     assert session.identity().live == ours.identity().live
-    for act in (session.step, session.zero_grad, lambda: session.backward(torch.ones(())), lambda: session.clip(1.0)):
-        with pytest.raises(UnsupportedError, match="attached without the Accelerator"):
-            act()
+    before = session.view().copy()
+    with session.micro_batch(last=True):
+        session.backward(loss_of(session.model, 1, rank))
+    norm = session.clip(1e9)
+    assert norm.item() > 0
+    assert norm.shape == ()
+    assert session.step()
+    session.zero_grad()
+    assert "back.weight" in {finding.param for finding in before.diff(session.view())}
     session.close()
     assert AcceleratorState._shared_state != {}, "the user's Accelerator goes on"
 

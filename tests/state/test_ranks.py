@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from truestep.state import ranks
@@ -37,6 +39,21 @@ def raise_on(raising: int, rank: int, error: BaseException) -> None:
 
 def test_without_a_process_group_there_is_one_rank():
     assert (ranks.here(), ranks.count(), ranks.gather({"a": 1})) == (0, 1, [{"a": 1}])
+
+
+def test_alone_numbers_and_sums_are_ones_own():
+    assert ranks.rows([1.5, -2]) == [[1.5, -2.0]]
+    assert ranks.total(torch.tensor([3.0])).tolist() == [3.0]
+
+
+@pytest.mark.truestep(world_size=3)
+def test_numbers_of_all_ranks_come_in_their_order_and_exactly(rank, world_size):
+    exact = 2.0**53 - 1
+    assert ranks.rows([rank, exact]) == [[float(each), exact] for each in range(world_size)]
+    assert ranks.rows([math.nan])[2][0] != ranks.rows([math.nan])[2][0]
+    tensor = torch.tensor([float(rank), 1.0], dtype=torch.float64)
+    assert ranks.total(tensor) is tensor
+    assert tensor.tolist() == [3.0, 3.0]
 
 
 def test_alone_agree_merges_and_fills_in_the_rank():

@@ -137,8 +137,18 @@ class Session(Protocol):
         """Yield and forget ``(max_norm, returned norm)`` of the clipping that the engine itself did since the last call."""
 
     # -- acts
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch's forward and backward: synchronised if it is the window's last."""
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch's forward and backward: synchronised if it is the window's last.
+
+        Args:
+            last: The window's last.
+            reduce: Synchronise it whether or not it is the last, where the backend has a choice; by default as `last` says.
+        """
+
+    def sync_modes(self) -> tuple[str, ...]:
+        """Return when gradients can be reduced: of ``last`` and ``every``, first the one that needs no more memory."""
+
+    is_engine: bool  # gradients, clipping and step are an engine's own: they are not in ``.grad``
 
     def backward(self, loss: Tensor) -> None:
         """Run backward the vendor's way; inside `micro_batch`."""
@@ -146,14 +156,33 @@ class Session(Protocol):
     def loss_scale(self) -> float:
         """Return what the vendor itself multiplies the loss by in `backward` (DeepSpeed: 1/K), so that nobody does it twice."""
 
-    def clip(self, max_norm: float) -> None:
-        """Clip the global norm; nothing where the engine does it inside its step."""
+    def declare_clip(self, max_norm: float | None) -> float | None:
+        """Set the limit of an engine that clips inside its step; return the limit that holds from now on, anywhere.
 
-    def step(self) -> None:
-        """Step every optimizer once; at the end of a window."""
+        Raises:
+            UnsupportedError: If the engine's own configuration names another limit.
+        """
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what the window has accumulated by a 0-d tensor; after its last backward, before clipping."""
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clip the global norm and return it, 0-d, as it was; nothing, and None, where the engine does it inside its step."""
+
+    def grad_norm(self) -> Tensor | None:
+        """Return the global norm by which an engine's last step clipped, 0-d, as it was before; None where it does not."""
+
+    def step(self) -> bool:
+        """Step every optimizer once, at the end of a window; return whether an engine did not skip it."""
+
+    def advance(self, scheduler: Any) -> None:
+        """Step a scheduler once, whatever wraps it; not where an engine has done so."""
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
+
+    def discard(self) -> None:
+        """Drop what a window has accumulated, wherever it is kept: the next one begins as after a step."""
 
     def plant(self, fault: str) -> None:
         """Break the reduction on purpose: ``desynchronise`` (never reduced) or ``sum`` (not divided by the ranks).
@@ -280,3 +309,11 @@ def _told(things: Any) -> str:
         items = things.values() if isinstance(things, Mapping) else things
         return f"a {type(things).__name__} of {' and '.join(_told(item) for item in items) or 'nothing'}"
     return type(things).__name__
+
+
+def drawn() -> Undo:
+    """Return what tells loaders again how far they are, as of now: accelerate flags an end when the last batch is *drawn*."""
+    if "accelerate" not in sys.modules:
+        return lambda: None
+    restore: Undo = importlib.import_module("truestep.backends.wrappers").drawn()
+    return restore

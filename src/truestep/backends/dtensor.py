@@ -8,7 +8,7 @@ unsharded ones), so names and params come from FSDP's own records.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from truestep.backends import slots
 from truestep.backends.base import Contract, SeeGradient, Settings, Undo
 from truestep.backends.blocks import blocks
-from truestep.backends.session import TorchSession, coarsest, hooked, need_process_group, no_such_switch
+from truestep.backends.session import TorchSession, coarsest, hooked, need_all_ranks, need_process_group, no_such_switch
 from truestep.words.errors import UnsupportedError
 from truestep.words.finding import listed
 from truestep.words.layout import Layout, Shard
@@ -117,14 +117,25 @@ class ShardedSession(TorchSession):
 
         return self._kept(undo)
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Reduce gradients in the last micro-batch only."""
-        self._switch(last)
-        try:
-            yield
-        finally:
-            self._switch(True)
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> AbstractContextManager[None]:
+        """Reduce gradients in the last micro-batch only, or where `reduce` says so: from now on, until the context ends."""
+        self._switch(last if reduce is None else reduce)
+        context = ExitStack()  # no generator: one that is left open would act when the collector finds it, on half a model
+        context.callback(self._switch, True)
+        return context  # type: ignore[return-value]
+
+    def sync_modes(self) -> tuple[str, ...]:
+        """Return when gradients can be reduced.
+
+        Raises:
+            UnsupportedError: If params lie on a mesh of several dims, or of some ranks, or FSDP does not know them.
+        """
+        recorded = {id(record.sharded_param) for record in self._records()}
+        for _, param in self.params():
+            if isinstance(param, DTensor):
+                is_ours = id(param) in recorded and param.device_mesh.ndim == 1
+                need_all_ranks(self.backend, param.device_mesh.size() if is_ours else 0)
+        return super().sync_modes()
 
     def _switch(self, reduce: bool) -> None:
         for module in (module for root in self.modules() for module in sharded_modules(root)):

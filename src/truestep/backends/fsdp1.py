@@ -40,6 +40,7 @@ class Range:
         param: The original one, a 1-D view of this rank's part.
         shape: Of the whole param.
         start, stop: In its row-major order.
+        kept: Returns the view of the gathered param that the last forward used, while FSDP keeps it.
         module: Where it is registered, under `own`.
     """
 
@@ -49,6 +50,7 @@ class Range:
     stop: int
     module: nn.Module
     own: str
+    kept: Callable[[], Tensor | None]
 
     def place(self, tensor: Tensor) -> tuple[Shard, tuple[Tensor, ...]]:
         """Return the boxes of a tensor that is laid out like the param's local view; of any other, the whole.
@@ -70,8 +72,7 @@ class FlatSession(TorchSession):
     def __init__(self, backend: str, model: Any, optimizer: Any) -> None:
         super().__init__(backend, model, optimizer)
         self._clips: list[tuple[float, Tensor]] = []
-        for unit in self._roots():
-            self._undo.append(self._watch_clip(unit))
+        self._watching = False
 
     def _roots(self) -> list[FullyShardedDataParallel]:
         return [module for module in self.modules() if isinstance(module, FullyShardedDataParallel)]
@@ -136,10 +137,13 @@ class FlatSession(TorchSession):
         def hook(*_: Any) -> None:
             name_by_id = {id(param): name for name, param in self.params()}
             for found in self.ranges():
-                view = getattr(found.module, found.own)
-                if isinstance(view, Tensor) and view.requires_grad and view is not found.param and view not in hooked:
-                    name = name_by_id[id(found.param)]
-                    hooked[view] = view.register_hook(lambda gradient, name=name: see(name, gradient))
+                # Between a forward and its backward the module shows the shards again, and FSDP keeps what autograd saw.
+                for view in (getattr(found.module, found.own), found.kept()):
+                    if isinstance(view, Tensor) and view.requires_grad and view is not found.param and view not in hooked:
+                        name = name_by_id[id(found.param)]
+                        hooked[view] = view.register_hook(lambda gradient, name=name: see(name, gradient))
+
+        hook()
 
         # The wrapped module's own pre-hook comes after FSDP has gathered. A tied param may be used without a forward of its own
         # module, so every unit looks at all of them.
@@ -155,25 +159,40 @@ class FlatSession(TorchSession):
             return norm
 
         root.clip_grad_norm_ = watched  # type: ignore[method-assign]
-        return lambda: delattr(root, "clip_grad_norm_")
+        return lambda: vars(root).pop("clip_grad_norm_", None)
+
+    def watch_clips(self) -> None:
+        """Record clippings by the model's own method from now on."""
+        if not self._watching:
+            self._watching = True
+            self._undo += [self._watch_clip(root) for root in self._roots()]
 
     def clips(self) -> Iterator[tuple[float, Tensor]]:
-        """Yield and forget what the wrapped model's own ``clip_grad_norm_`` did."""
+        """Yield and forget what the wrapped model's own ``clip_grad_norm_`` did; of an attached model, since the first call."""
+        self.watch_clips()
         while self._clips:
             yield self._clips.pop(0)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return ``no_sync`` around all but the last micro-batch."""
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> AbstractContextManager[None]:
+        """Return ``no_sync`` around all but the last micro-batch, or but those that `reduce` says."""
         context = ExitStack()
-        if not last:
+        if not (last if reduce is None else reduce):
             for root in self._roots():
                 context.enter_context(root.no_sync())
         return context  # type: ignore[return-value]
 
-    def clip(self, max_norm: float) -> None:
-        """Clip by the model's own method: torch's would take the norm of this rank's pieces."""
-        for root in self._roots():
-            root.clip_grad_norm_(max_norm)
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clip by the model's own method: torch's would take the norm of this rank's pieces.
+
+        Raises:
+            UnsupportedError: If there are several models: each would be clipped by a norm of its own.
+        """
+        roots = self._roots()
+        if len(roots) != 1:
+            raise UnsupportedError(
+                f"FSDP1 clips one model by one norm, found {len(roots)}. Wrap them as parts of one, or use fully_shard."
+            )
+        return roots[0].clip_grad_norm_(max_norm)
 
 
 def wrap(
@@ -184,8 +203,10 @@ def wrap(
         wrapped = settings.wrap(model, backend)
     else:
         wrapped = slots.like(model, [flattened(module) for _, module in slots.labelled_items(model)])
-    session = attach(wrapped, None)
-    return attach(wrapped, make_optimizer(slots.trainable(session.params())))
+    params = attach(wrapped, None).params()
+    session = attach(wrapped, make_optimizer(slots.trainable(params)))
+    session.watch_clips()
+    return session
 
 
 def flattened(module: nn.Module) -> FullyShardedDataParallel:
@@ -227,7 +248,11 @@ def _ranges(unit: FullyShardedDataParallel) -> Iterator[Range]:
         return
     flat = unit._handle.flat_param
     infos = zip(flat._params or (), flat._shapes, flat._shard_param_infos, flat._param_infos, strict=True)
-    for param, shape, shard, (own, module, _) in infos:
+    for index, (param, shape, shard, (own, module, _)) in enumerate(infos):
         start, last = shard.intra_param_start_idx, shard.intra_param_end_idx
         start, stop = (0, 0) if start is None or last is None else (start, last + 1)
-        yield Range(param, tuple(shape), start, stop, module, own)
+
+        def kept(index: int = index) -> Tensor | None:
+            return (flat._tensors or {index: None})[index]
+
+        yield Range(param, tuple(shape), start, stop, module, own, kept)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from truestep.backends import slots
 from truestep.backends.base import Contract, Settings
-from truestep.backends.session import TorchSession, coarsest, need_process_group, no_such_switch
+from truestep.backends.session import TorchSession, coarsest, need_all_ranks, need_process_group, no_such_switch
 from truestep.words.errors import UnsupportedError
 from truestep.words.names import clean, labelled
 
@@ -71,15 +71,22 @@ class PlainSession(TorchSession):
         )
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Put ``no_sync`` around the forward and backward of all but the last micro-batch."""
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> Iterator[None]:
+        """Put ``no_sync`` around the forward and backward of all but those to be reduced: by default the last."""
+        reduced = last if reduce is None else reduce
         with ExitStack() as without:
             for ddp in self._replicated():
                 # With a static graph DDP learns in the first window, and fails if that is not synchronised each time.
-                if not last and not (ddp.static_graph and self._first_window):
+                if not reduced and not (ddp.static_graph and self._first_window):
                     without.enter_context(ddp.no_sync())
             yield
         self._first_window = self._first_window and not last
+
+    def sync_modes(self) -> tuple[str, ...]:
+        """Return when gradients can be reduced: they are whole in any case, so once is no dearer."""
+        for ddp in self._replicated():
+            need_all_ranks(self.backend, ddp.process_group.size())
+        return ("last", "every")
 
     def plant(self, fault: str) -> None:
         """Keep ``no_sync`` on, or sum in the communication hook (which DDP never lets go)."""

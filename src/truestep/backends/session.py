@@ -35,6 +35,8 @@ class TorchSession(ABC):
         place: How a tensor of an optimizer lies on this rank.
     """
 
+    is_engine: bool = False
+
     def __init__(self, backend: str, model: Any, optimizer: Any, place: Place = slots.replica) -> None:
         self.backend = backend
         self.model = model
@@ -145,9 +147,13 @@ class TorchSession(ABC):
 
     # -- acts
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> AbstractContextManager[None]:
         """Return the context of one micro-batch."""
         return nullcontext()
+
+    def sync_modes(self) -> tuple[str, ...]:
+        """Return when gradients can be reduced: they are sharded, so that only reducing in every backward frees whole ones."""
+        return ("every", "last")
 
     def backward(self, loss: Tensor) -> None:
         """Run backward."""
@@ -157,20 +163,48 @@ class TorchSession(ABC):
         """Return 1: nobody else scales the loss."""
         return 1.0
 
-    def clip(self, max_norm: float) -> None:
-        """Clip the global norm of all gradients."""
-        held = [param for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]]
-        torch.nn.utils.clip_grad_norm_(held, max_norm)
+    def declare_clip(self, max_norm: float | None) -> float | None:
+        """Return the limit: no engine clips here."""
+        return max_norm
 
-    def step(self) -> None:
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient by a 0-d tensor."""
+        for gradient in (param.grad for param in self.held() if param.grad is not None):
+            gradient.mul_(factor.to(gradient.device))
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clip the global norm of all gradients, over all shards, and return it as it was."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.held(), max_norm)
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
+
+    def grad_norm(self) -> Tensor | None:
+        """Return None: no engine clips here."""
+        return None
+
+    def held(self) -> list[nn.Parameter]:
+        """Return the params that the optimizers hold."""
+        return [param for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]]
+
+    def step(self) -> bool:
         """Step every optimizer once."""
         for optimizer in self.optimizers:
             optimizer.step()
+        return True
+
+    def advance(self, scheduler: Any) -> None:
+        """Step a scheduler once."""
+        scheduler.step()
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+    def discard(self) -> None:
+        """Clear the gradients: they are all there is."""
+        for param in self.held():
+            param.grad = None
 
     def plant(self, fault: str) -> None:
         """Break the reduction on purpose."""
@@ -216,6 +250,19 @@ def _is_inside_its_own_step(optimizer: torch.optim.Optimizer) -> bool:
         steps += frame.f_code is _STEP_WRAPPER and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return steps > 1
+
+
+def need_all_ranks(backend: str, ranks: int) -> None:
+    """Demand that gradients are reduced over all ranks: what a loss of theirs weighs depends on their number.
+
+    Raises:
+        UnsupportedError: If they are reduced over `ranks` of them only, or by several dims of a mesh.
+    """
+    if ranks != dist.get_world_size():
+        raise UnsupportedError(
+            f"backend {backend!r}: expected gradients reduced over all {dist.get_world_size()} ranks by one dim of a mesh, found "
+            f"{ranks or 'another mesh'}. Hybrid sharding, tensor parallel and groups of ranks are not supported here yet."
+        )
 
 
 def need_process_group(backend: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class AcceleratedSession:
         model: What `prepare` returned.
         optimizer: Likewise.
         under: The session that knows params, slots and steps.
-        accelerator: None where the user keeps it to themselves: then this session only reads.
+        accelerator: None where the user keeps it to themselves: then this session acts through the one under it.
         forget: What `close` calls last.
     """
 
@@ -58,6 +59,7 @@ class AcceleratedSession:
         self._accelerator = accelerator
         self._forget = forget
         self.optimizers = under.optimizers
+        self.is_engine = under.is_engine
 
     def modules(self) -> list[nn.Module]:
         """Return the unwrapped models."""
@@ -99,25 +101,18 @@ class AcceleratedSession:
         """Break the reduction of the backend under it."""
         self._under.plant(fault)
 
-    @property
-    def _engine(self) -> bool:
-        return bool(self._acting().distributed_type == DistributedType.DEEPSPEED)
-
-    def _acting(self) -> Any:
-        if self._accelerator is None:
-            raise UnsupportedError(
-                "this session only reads: it was attached without the Accelerator that prepared the model. Act through that one."
-            )
-        return self._accelerator
-
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> Iterator[None]:
         """Tell accelerate, by its own flag, whether this is the window's last micro-batch."""
-        accelerator = self._acting()
+        accelerator = self._accelerator
+        if accelerator is None:
+            with self._under.micro_batch(last, reduce):
+                yield
+            return
         accelerator.gradient_state._set_sync_gradients(last)
         try:
             # With an engine the boundary follows `sync_gradients` inside `backward`; its no_sync is another mechanism.
-            if last or self._engine:
+            if (last if reduce is None else reduce) or self.is_engine:
                 yield
             else:
                 with accelerator.no_sync(self.model):
@@ -125,31 +120,60 @@ class AcceleratedSession:
         finally:
             accelerator.gradient_state._set_sync_gradients(True)
 
+    def sync_modes(self) -> tuple[str, ...]:
+        """Return when gradients can be reduced."""
+        return self._under.sync_modes()
+
     def backward(self, loss: Tensor) -> None:
         """Run ``accelerator.backward``."""
-        self._acting().backward(loss)
+        (self._accelerator or self._under).backward(loss)
 
     def loss_scale(self) -> float:
         """Return 1/K: accelerate, or the engine under it, divides the loss by the window's length."""
-        if self._engine:
+        if self._accelerator is None:
+            return self._under.loss_scale()
+        if self.is_engine:
             return 1.0 / int(self.model.gradient_accumulation_steps())
-        return 1.0 / int(self._acting().gradient_accumulation_steps)
+        return 1.0 / int(self._accelerator.gradient_accumulation_steps)
 
-    def clip(self, max_norm: float) -> None:
+    def declare_clip(self, max_norm: float | None) -> float | None:
+        """Set the engine's limit, where there is an engine."""
+        return self._under.declare_clip(max_norm)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what the window has accumulated by a 0-d tensor."""
+        self._under.scale_gradients(factor)
+
+    def clip(self, max_norm: float) -> Tensor | None:
         """Clip through accelerate; an engine clips inside its step, by its own setting."""
-        if not self._engine:
-            params = [param for module in self._under.modules() for param in module.parameters()]
-            self._acting().clip_grad_norm_(params, max_norm)
+        if self.is_engine or self._accelerator is None:
+            return self._under.clip(max_norm)
+        params = [param for module in self._under.modules() for param in module.parameters()]
+        norm: Any = self._accelerator.clip_grad_norm_(params, max_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
-    def step(self) -> None:
-        """Step the prepared optimizer; under an engine the step is already over."""
-        self._acting()
+    def grad_norm(self) -> Tensor | None:
+        """Return the norm by which the engine clipped."""
+        return self._under.grad_norm()
+
+    def step(self) -> bool:
+        """Step the prepared optimizer; under an engine of the Accelerator's the step is already over."""
+        if self._accelerator is None:
+            return self._under.step()
         self.optimizer.step()
+        return not self.optimizer.step_was_skipped
+
+    def advance(self, scheduler: Any) -> None:
+        """Step the scheduler under accelerate's wrapper, which would step it once a process."""
+        self._under.advance(scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler)
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        self._acting()
-        self.optimizer.zero_grad()
+        (self._under if self._accelerator is None else self.optimizer).zero_grad()
+
+    def discard(self) -> None:
+        """Drop what a window has accumulated."""
+        self._under.discard()
 
     def close(self) -> None:
         """Undo every hook; where the Accelerator is ours, forget its process-wide state, which outlives it."""
@@ -261,4 +285,24 @@ def attach(model: Any, optimizer: Any) -> AcceleratedSession:
     """Return a session that reads what `prepare` returned."""
     inner = slots.like(optimizer, [innermost(item) for _, item in slots.labelled_items(optimizer)])
     under = base.attach(model, inner)
-    return AcceleratedSession(f"accelerate-{under.backend}", model, optimizer, under)
+    session = AcceleratedSession(f"accelerate-{under.backend}", model, optimizer, under)
+    scalers = (getattr(item, "scaler", None) for _, item in slots.labelled_items(optimizer))
+    session.extras["scaler"] = next((scaler for scaler in scalers if scaler is not None), None)
+    return session
+
+
+def drawn() -> Undo:
+    """Return what sets accelerate's record of the loaders under way to what it is now: whether they are at their end, and how."""
+    if not GradientState._shared_state:  # nothing is prepared
+        return lambda: None
+    state = GradientState()
+    loaders = state.dataloader_references
+    active = loaders[-1]
+    flags = {name: getattr(active, name) for name in ("end_of_dataloader", "remainder")} if active is not None else {}
+
+    def restore() -> None:
+        state.dataloader_references = loaders
+        for name, value in flags.items():
+            setattr(active, name, value)
+
+    return restore

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from truestep.backends import slots, zero_engine, zero_layout
 from truestep.backends.base import Contract, Identity, Piece, SeeGradient, Settings, Undo
-from truestep.backends.session import coarsest_dtype, compiled, no_such_switch
+from truestep.backends.session import coarsest_dtype, compiled, need_all_ranks, no_such_switch
 from truestep.backends.zero_layout import Flat, Fragment
 from truestep.backends.zero_step import After, Before, StepBracket
 from truestep.state.view import StateView
@@ -36,6 +36,8 @@ class ZeroSession:
         owned: Whether `close` ends the engine.
         configured: Whether the engine's configuration is ours.
     """
+
+    is_engine = True
 
     def __init__(
         self, backend: str, engine: Any, optimizer: Any = None, *, owned: bool = False, configured: bool = False
@@ -176,31 +178,65 @@ class ZeroSession:
     # -- acts
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Tell the engine, before forward, whether this is the window's last micro-batch."""
+    def micro_batch(self, last: bool, reduce: bool | None = None) -> Iterator[None]:
+        """Tell the engine, before forward, whether this is the window's last micro-batch; when it reduces is its stage's."""
         if self._engine.managed_gradient_accumulation():  # else the window ends where `step` is called
             self._engine.set_gradient_accumulation_boundary(last)
             self._moved_boundary = True
         yield
+
+    def sync_modes(self) -> tuple[str, ...]:
+        """Return when the engine reduces: that is its stage's, not ours to choose."""
+        need_all_ranks(self.backend, self._engine.dp_world_size)
+        return ("every",) if self._engine.zero_optimization_stage() >= 2 else ("last",)
 
     def backward(self, loss: Tensor) -> None:
         """Run the engine's backward, which then reduces; the loss is not divided by the engine's own accumulation steps."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def loss_scale(self) -> float:
-        """Return 1, or the scale of fp16 training: `backward` leaves the loss undivided."""
-        return float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+        """Return 1: `backward` leaves the loss undivided, and what fp16 training scales it by the engine's own step undoes."""
+        return 1.0
 
-    def clip(self, max_norm: float) -> None:
-        """Nothing: the engine clips inside its step, by its own setting."""
+    def declare_clip(self, max_norm: float | None) -> float | None:
+        """Set the engine's limit, unless its own configuration names one: then that is to be the same."""
+        return zero_engine.declare_clip(self._engine, max_norm)
 
-    def step(self) -> None:
-        """Step the engine, once at the window's end."""
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what the engine has accumulated by a 0-d tensor."""
+        for gradient in zero_layout.accumulated(self._engine):
+            gradient.mul_(factor.to(gradient.device))
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clip nothing: the engine does, inside its step. Return the norm only where it throws that away: ZeRO 0 in fp32."""
+        if hasattr(self._engine.optimizer, "clip_grad"):
+            return None
+        gradients = [param.grad for _, param in self.params() if param.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def grad_norm(self) -> Tensor | None:
+        """Return the global norm that the engine's last step measured."""
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else torch.as_tensor(norm).detach().clone().reshape(())
+
+    def step(self) -> bool:
+        """Step the engine, once at the window's end; return whether it did not skip the step."""
         self._engine.step()
+        return bool(self._engine.was_step_applied())
+
+    def advance(self, scheduler: Any) -> None:
+        """Step a scheduler once, unless the engine has it: then it did."""
+        if scheduler is not self._engine.lr_scheduler:
+            scheduler.step()
 
     def zero_grad(self) -> None:
         """Clear the gradients of the model; the engine has cleared its own in its step."""
         self._engine.zero_grad()
+
+    def discard(self) -> None:
+        """Drop what the engine has accumulated, as it does itself when a step overflows."""
+        self._engine.zero_grad()
+        zero_layout.forget(self._engine)
 
     def plant(self, fault: str) -> None:
         """Keep the engine from reducing what backward made; only ZeRO 0 has a switch for it."""

@@ -116,6 +116,27 @@ def engine(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str
     return made
 
 
+def declare_clip(engine: Any, max_norm: float | None) -> float | None:
+    """Set the limit at which an engine clips; return the one that holds: with None that of its own configuration, or none.
+
+    An engine whose configuration is silent would clip at 1.0.
+
+    Raises:
+        UnsupportedError: If the configuration names another limit.
+    """
+    configured = float(engine._config._param_dict.get("gradient_clipping") or 0.0) or None
+    if max_norm is not None and configured not in (None, max_norm):
+        raise UnsupportedError(
+            f"expected one limit to clip at, found max_norm={max_norm:g} and gradient_clipping {configured:g} in the DeepSpeed "
+            "config. Leave one of them out."
+        )
+    limit = configured if max_norm is None else max_norm
+    engine._config.gradient_clipping = limit or 0.0
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = limit or 0.0
+    return limit
+
+
 def _is_dead(group: Any) -> bool:
     """Tell whether DeepSpeed still holds a group of a default group that is gone."""
     if group is None:

@@ -216,3 +216,32 @@ def param_slots(
     if flat.tensor in inner.state:  # `in` first: optimizer.state is a defaultdict, and reading adds an entry
         for key, value in inner.state[flat.tensor].items():
             yield from slots_of(name, str(key), value, here)
+
+
+# -- what a window has accumulated (DeepSpeed 0.19)
+
+
+def accumulated(engine: Any) -> Iterator[Tensor]:
+    """Yield the tensors that hold this rank's part of the gradient between the last backward and the step."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "averaged_gradients"):  # ZeRO 1 to 3
+        yield from (part for parts in optimizer.averaged_gradients.values() for part in parts or () if part is not None)
+    elif hasattr(optimizer, "fp32_groups_gradients_flat"):  # ZeRO 0 in bf16
+        yield from optimizer.fp32_groups_gradients_flat
+    else:
+        yield from (param.grad for param in engine.module.parameters() if param.grad is not None)
+
+
+def forget(engine: Any) -> None:
+    """Drop it, as the engine does when a step overflows; the next backward begins a new window."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "averaged_gradients"):
+        if hasattr(optimizer, "clear_hp_grads"):
+            optimizer.clear_hp_grads()
+        return
+    optimizer.zero_grad(set_to_none=True)  # ZeRO 3: the count of micro-batches too
+    for kept in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
+        for group in kept:
+            kept[group] = None
+    if engine.zero_optimization_stage() < 3:
+        optimizer.micro_step_id = -1  # before the first

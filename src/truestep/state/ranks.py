@@ -20,11 +20,13 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from truestep.words.errors import TrueStepError, UnsupportedError, VerifyError
@@ -59,6 +61,21 @@ def gather(obj: Any) -> list[Any]:
     everyone: list[Any] = [None] * count()
     dist.all_gather_object(everyone, obj, group=_control_group())
     return everyone
+
+
+def rows(values: Sequence[float]) -> list[list[float]]:
+    """Return the numbers of every rank, as many of each: float64, sent on the CPU without a device. Collective: every rank."""
+    everyone = [torch.tensor(values, dtype=torch.float64) for _ in range(count())]
+    if count() > 1:
+        dist.all_gather(everyone, everyone[here()].clone(), group=_control_group())
+    return [row.tolist() for row in everyone]
+
+
+def total(tensor: Tensor) -> Tensor:
+    """Sum a tensor over the ranks, in place, on its own device. Collective: every rank."""
+    if count() > 1:
+        dist.all_reduce(tensor)
+    return tensor
 
 
 def agree(

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from truestep.accumulate.accumulator import Accumulator
 from truestep.backends import base, slots
 from truestep.backends.base import Session, Settings
 from truestep.state import ranks
+from truestep.state.generators import restore_rng, rng_states
 from truestep.verification import link, made, planted, worker
 from truestep.verification.cell import CellPlan, seed_everything
-from truestep.verification.loop import Loop, measured_reduction, own_items, window_weights
+from truestep.verification.loop import Loop, accumulator, measured_reduction
 from truestep.verification.recipe import Recipe, load
-from truestep.verification.record import Recorder, restore_rng, rng_states
+from truestep.verification.record import Recorder
 from truestep.words.errors import VerifyError
 
 
@@ -54,13 +56,16 @@ def _train(plan: CellPlan, connection: Connection, clean_up: ExitStack) -> None:
     _need_keys(plan, faults, session)
     scheduler = recipe.scheduler(_schedulable(session)) if recipe.scheduler else None
     seed_everything(plan.seed + 1 + rank)
+    acc = None
+    if recipe.train_step is None:
+        made.need_no_closure(session.optimizers)
+        acc = accumulator(session, recipe, reduction, plan.micro_batches, scheduler)
     planted.act("plant", faults, session, count, plan.micro_batches)
     recorder = Recorder(session, hyper_parameters(session))
     clean_up.callback(recorder.close)
     planted.act("tamper", faults, session, count, plan.micro_batches)
-    if recipe.train_step is None:
-        made.need_no_closure(session.optimizers)
-        run_step = _own_step(recipe, recorder, session, scheduler, plan, count, reduction)
+    if acc is not None:
+        run_step = _own_step(recipe, recorder, session, acc)
     else:
         run_step = _their_step(recipe, recorder, session, scheduler, plan.device, clean_up)
     link.send(connection, {"rank": rank, "warnings": session.warnings(), "settings": _about(session), "model": prints})
@@ -165,17 +170,11 @@ def hyper_parameters(session: Session) -> frozenset[str]:
     return frozenset(str(key) for optimizer in session.optimizers for key in optimizer.defaults) | {"initial_lr"}
 
 
-def _own_step(
-    recipe: Recipe, recorder: Recorder, session: Session, scheduler: Any, plan: CellPlan, count: int, reduction: str
-) -> Callable[[list[Any]], float | None]:
-    step_each = "step-every-micro-batch" in plan.faults
-    loop = Loop(recorder.loss(recipe.loss), recipe.num_items, reduction, recipe.max_norm, scheduler, step_each)
+def _own_step(recipe: Recipe, recorder: Recorder, session: Session, acc: Accumulator) -> Callable[[list[Any]], float | None]:
+    loop = Loop(session, acc, recorder.loss(recipe.loss), recipe.num_items)
 
     def step(window: list[Any]) -> None:
-        mine = own_items(recipe.num_items, window) if recipe.num_items else None
-        items = None if mine is None else ranks.gather(mine) if count > 1 else [mine]
-        weights = window_weights(items, plan.micro_batches, count, loop.reduction)[ranks.here() if count > 1 else 0]
-        loop.run(session, window, [weight * count for weight in weights])
+        loop.run(window)
 
     return step
 

@@ -32,10 +32,10 @@ from typing import Any, Final, NoReturn
 import torch
 
 from truestep.state import ranks
+from truestep.state.generators import restore_rng, rng_states
 from truestep.verification import candidate, launch, link, worker
 from truestep.verification.cell import CellPlan
 from truestep.verification.failure import Fate, failure, waiting
-from truestep.verification.record import restore_rng, rng_states
 from truestep.words.errors import TrueStepError, UnsupportedError, VerifyError
 
 JOIN_S: Final = 120.0  # for every rank to come

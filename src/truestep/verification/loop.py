@@ -1,4 +1,4 @@
-"""Verify's own training loop: one window, one step, in the plainest way that each backend has."""
+"""Verify's own training loop: the accumulator's, as a user would write it around a recipe."""
 
 from __future__ import annotations
 
@@ -10,56 +10,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from truestep.accumulate.accumulator import Accumulator
 from truestep.backends import slots
 from truestep.backends.base import Session
+from truestep.state.generators import restore_rng, rng_states
 from truestep.verification.recipe import Recipe
-from truestep.verification.record import restore_rng, rng_states
 
 
 @dataclass(frozen=True)
 class Loop:
-    """How the loop weighs and steps.
+    """One call a step.
 
     Attributes:
+        session: Of any backend.
+        accumulator: Over it.
         loss: The recipe's, watched.
         num_items: ``batch -> items``, or None: every micro-batch weighs the same.
-        reduction: What the loss is over its own items: ``mean`` or ``sum``.
-        max_norm: Global gradient norm to clip at, or None.
-        scheduler: Stepped once a window, or None.
-        step_each: Step in every micro-batch (a planted fault).
     """
 
+    session: Session
+    accumulator: Accumulator
     loss: Callable[[Any, Any], Tensor]
     num_items: Callable[[Any], float] | None
-    reduction: str
-    max_norm: float | None
-    scheduler: Any
-    step_each: bool = False
 
-    def run(self, session: Session, batches: Sequence[Any], weights: Sequence[float]) -> None:
-        """Run one window: a forward and backward a micro-batch, then clip, step, schedule, clear.
+    def run(self, batches: Sequence[Any]) -> None:
+        """Run one window over this rank's micro-batches."""
+        for window in self.accumulator.windows(batches, self.num_items):
+            for batch in window:
+                window.backward(self.loss(self.session.model, batch))
+            window.step()
 
-        Args:
-            session: Of any backend.
-            batches: This rank's micro-batches.
-            weights: What each micro-batch's loss is multiplied by, before the backend's own mean over ranks.
-        """
-        for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-            last = index == len(batches) - 1
-            with session.micro_batch(last or self.step_each):
-                loss = self.loss(session.model, batch)
-                scale = weight / session.loss_scale()
-                session.backward(loss if scale == 1.0 else loss * scale)
-            if last or self.step_each:
-                self._finish(session)
 
-    def _finish(self, session: Session) -> None:
-        if self.max_norm is not None:
-            session.clip(self.max_norm)
-        session.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        session.zero_grad()
+def accumulator(session: Session, recipe: Recipe, reduction: str, micro_batches: int, scheduler: Any) -> Accumulator:
+    """Return what owns the windows of a recipe without a loop; before a fault is planted, which it would take for a setting.
+
+    A loss that is not finite is judged, as everything is: it ends nothing.
+    """
+    settings = {"reduction": reduction, "max_norm": recipe.max_norm, "scheduler": scheduler}
+    return Accumulator.over(session, micro_batches, ends_on_nan=False, **settings)
 
 
 def window_weights(items: Sequence[Sequence[float]] | None, micro_batches: int, ranks: int, reduction: str) -> list[list[float]]:
@@ -81,11 +69,6 @@ def window_weights(items: Sequence[Sequence[float]] | None, micro_batches: int, 
     if total == 0:
         return [[0.0] * len(row) for row in items]
     return [[(count if reduction == "mean" else 1.0) / total for count in row] for row in items]
-
-
-def own_items(num_items: Callable[[Any], float], batches: Sequence[Any]) -> list[float]:
-    """Return how many items each of this rank's micro-batches has."""
-    return [float(torch.as_tensor(num_items(batch)).item()) for batch in batches]
 
 
 def measured_reduction(recipe: Recipe, model: Any, batch: Any) -> str:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from truestep.backends import slots
+from truestep.state.generators import restore_rng, rng_states
 from truestep.verification.recipe import Recipe
-from truestep.verification.record import MicroBatch, StepRecord, restore_rng, rng_states
+from truestep.verification.record import MicroBatch, StepRecord
 from truestep.verification.whole import Wholes
 from truestep.words.names import clean
 

@@ -63,6 +63,20 @@ def _lose_all_but_last(session: Session, ranks: int, micro_batches: int) -> None
     session.hook_gradients(see)
 
 
+def _step_each(session: Session, ranks: int, micro_batches: int) -> None:
+    """Step, and clear, after every backward of the window, and not at its end."""
+    held: Any = session
+    micro_batch, backward, step, zero_grad = session.micro_batch, session.backward, session.step, session.zero_grad
+
+    def stepping(loss: Tensor) -> None:
+        backward(loss)
+        step()
+        zero_grad()
+
+    held.micro_batch = lambda last, reduce=None: micro_batch(True, True)
+    held.backward, held.step = stepping, lambda: True
+
+
 def _desynchronise(session: Session, ranks: int, micro_batches: int) -> None:
     session.plant("desynchronise")
 
@@ -95,7 +109,12 @@ def _drop_state(session: Session, ranks: int, micro_batches: int) -> None:
 
 FAULTS: Final[Mapping[str, Fault]] = {
     "step-every-micro-batch": Fault(
-        ALL, "gradient", "the optimizer steps in every micro-batch of the window", min_micro_batches=2, own_loop=True
+        ALL,
+        "gradient",
+        "the optimizer steps in every micro-batch of the window",
+        min_micro_batches=2,
+        own_loop=True,
+        plant=_step_each,
     ),
     "last-micro-batch-only": Fault(
         ALL,

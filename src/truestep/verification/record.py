@@ -8,7 +8,6 @@ before its forward, the loss, the factor that reached the loss, and the local gr
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from truestep.backends.base import Contract, Identity, Piece, Session, Undo
+from truestep.state.generators import rng_states
 from truestep.state.view import Slot, SlotId, StateView
 from truestep.verification.own_shards import OnShards, ShardWatch
 from truestep.words.finding import Finding
@@ -319,27 +319,3 @@ def group_values(view: StateView) -> dict[SlotId, Any]:
 
 def _without_object(slot: Slot) -> Slot:
     return dataclasses.replace(slot, value=type(slot.value).__qualname__) if slot.kind == "opaque" else slot
-
-
-def rng_states() -> dict[str, Any]:
-    """Return the states of the generators that a forward may draw from: torch's, Python's and numpy's."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    try:
-        import numpy
-    except ImportError:
-        return states
-    return {**states, "numpy": numpy.random.get_state()}
-
-
-def restore_rng(states: dict[str, Any]) -> None:
-    """Set the generators to states that `rng_states` returned."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        import numpy
-
-        numpy.random.set_state(states["numpy"])

@@ -1,0 +1,1 @@
+"""The accumulation window: its micro-batches, their weights, one step."""
