@@ -18,7 +18,7 @@ from pathlib import Path
 from truestep.backends.base import BACKENDS
 from truestep.verification.verifying import verify
 
-RECIPES = Path(__file__).with_name("recipes.py")
+RECIPES = Path(__file__).with_name("accumulate_recipes.py")
 STEPS = 4
 FACTORS = {
     "backend": list(BACKENDS),

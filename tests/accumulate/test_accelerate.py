@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import accumulate_recipes as recipes
 import pytest
-import recipes
 import torch
-from beside import Beside, accumulator, wrapped
+from accumulate_beside import Beside, accumulator, wrapped
 from torch.utils.data import DataLoader
 
 import truestep as ts

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 
+import accumulate_recipes as recipes
 import pytest
-import recipes
 import torch
-from beside import accumulator, wrapped
+from accumulate_beside import accumulator, wrapped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

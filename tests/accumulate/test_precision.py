@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+import accumulate_recipes as recipes
 import pytest
-import recipes
 import torch
-from beside import accumulator, wrapped
+from accumulate_beside import accumulator, wrapped
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -27,9 +27,9 @@ REPORTS = {
     "accelerate 3762: a switch left off": ("with_fsdp2:never_reduces", "fsdp2", "reduce", "plain"),
     "transformers 24725: a mean of means": ("with_ddp:means_the_means", "ddp", "reduce", "plain"),
     "transformers 34242: counts not summed": ("with_ddp:weighs_by_the_tokens_of_its_own_rank", "ddp", "reduce", "plain"),
-    "ms-swift 10117: normalised, and divided by K again": ("recipes:divided_again", "ddp", "reduce", "plain"),
+    "ms-swift 10117: normalised, and divided by K again": ("accumulate_recipes:divided_again", "ddp", "reduce", "plain"),
     "miles 3231: not normalised": ("with_fsdp2:does_not_divide_by_the_micro_batches", "fsdp2", "reduce", "plain"),
-    "pytorch-lightning 19987: a tail divided by the full K": ("recipes:tail_by_hand", "ddp", "reduce", "tail"),
+    "pytorch-lightning 19987: a tail divided by the full K": ("accumulate_recipes:tail_by_hand", "ddp", "reduce", "tail"),
     "accelerate 963: a scheduler that runs ahead": (
         "with_ddp_steps:steps_its_schedule_in_every_micro_batch",
         "ddp",
@@ -48,7 +48,7 @@ RIGHT = {
 
 def judged(recipe, backend):
     program, _, name = recipe.partition(":")
-    folder = HERE if program == "recipes" else PROGRAMS
+    folder = HERE if program == "accumulate_recipes" else PROGRAMS
     return verify(f"{folder / program}.py:{name}", backend=backend, micro_batches=K, steps=STEPS)
 
 
@@ -62,12 +62,12 @@ def test_done_by_hand_it_is_found(report):
 
 @pytest.mark.parametrize(("recipe", "backend"), sorted({(right, backend) for _, backend, _, right in REPORTS.values()}))
 def test_done_by_the_accumulator_it_is_right(recipe, backend):
-    found = judged(f"recipes:{RIGHT[recipe]}", backend)
+    found = judged(f"accumulate_recipes:{RIGHT[recipe]}", backend)
     assert found.verdict == "equal", "\n".join(map(str, found.findings))
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"])
 def test_bf16_params_of_which_engines_lost_gradients(backend):
     """DeepSpeed 7985 (the boundary micro-batch never averaged) and 7839 (divided in the step, never cleared)."""
-    found = judged("recipes:bf16", backend)
+    found = judged("accumulate_recipes:bf16", backend)
     assert found.verdict == "equal", "\n".join(map(str, found.findings))

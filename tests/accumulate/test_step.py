@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import math
 
+import accumulate_recipes as recipes
 import pytest
-import recipes
 import torch
-from beside import Beside, accumulator, wrapped
+from accumulate_beside import Beside, accumulator, wrapped
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

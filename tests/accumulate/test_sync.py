@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import accumulate_recipes as recipes
 import pytest
-import recipes
 import torch
-from beside import Beside, accumulator, wrapped
+from accumulate_beside import Beside, accumulator, wrapped
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+import accumulate_recipes as recipes
 import numpy
 import pytest
-import recipes
 import torch
-from beside import Beside, accumulator, wrapped
+from accumulate_beside import Beside, accumulator, wrapped
 from torch import nn
 
 from truestep.backends.base import BACKENDS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import recipes
+import accumulate_recipes as recipes
 import torch
 
 import truestep as ts
