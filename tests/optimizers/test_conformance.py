@@ -168,7 +168,7 @@ def test_the_table_has_a_line_a_check_and_ends_with_where_it_may_run(scaled: ts.
     assert "GradientScaled(lr=0.01), against the textbook's adamw" in lines[0]
     assert all(any(line.startswith(f"{name} ") for line in lines) for name in CHECKS)
     last = [line.split()[0] for line in lines[-12:] if line.startswith("  ") and not line.startswith("    ")]
-    assert [word for word in last if word in ("scope", "FSDP2", "FSDP1", "ZERO")] == ["scope", "FSDP2", "FSDP1", "ZERO"]
+    assert [word for word in last if word in ("scope", "FSDP2", "FSDP1", "ZeRO")] == ["scope", "FSDP2", "FSDP1", "ZeRO"]
     assert all(len(line) <= 130 for line in lines)
 
 
